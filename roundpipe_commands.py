@@ -77,6 +77,8 @@ def _launch(name: str) -> None:
         sys.stdout.write(_HELP[name])
     else:
         name_machines(folder)
+        if name == "plan" and not {"-m", "--multirun"} & set(sys.argv[1:]):
+            sys.argv[1:] = [re.sub(r"^nodes=(.+,[^\]]+)$", r"nodes=[\1]", a) for a in sys.argv[1:]]
     jobs: list[dict[str, Any]] = []
     errors, screen = io.StringIO(), sys.stderr
 

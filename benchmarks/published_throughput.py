@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters, ModelSource
 from roundpipe_lightning.planning.cost.costs import UpdateTiming
 from roundpipe_lightning.planning.cost.memory import MemoryModel, longest_that_fits
-from roundpipe_lightning.planning.cost.predict import StepModel
-from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
+from roundpipe_lightning.planning.cost.network import Exchange
+from roundpipe_lightning.planning.cost.predict import StepModel, StepPrediction
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware, network_rate
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.model.work import (
@@ -70,12 +72,15 @@ STORAGES = {
     "memory-mapped, 8 bits": ParameterStorage(weights=WeightStorage.MEMORY_MAPPED, frozen_bits=8),
     "memory-mapped, 4 bits": ParameterStorage(weights=WeightStorage.MEMORY_MAPPED, frozen_bits=4),
 }
+NETWORKS = ("10GbE", "100GbE")
+HOSTS = (2, 8)
 TITLES = {
     "throughput": "Tokens per second",
     "frozen": "Tokens per second by where frozen weights lie",
     "adapters": "Tokens per second by what is adapted",
     "sequences": "Longest sequences, in units of 1024 tokens",
     "layers": "Milliseconds of a microbatch of 4 x 2048 tokens",
+    "network": "Tokens per step and host from which on a network is hidden",
 }
 
 
@@ -136,14 +141,17 @@ class Model:
 
     def tokens_per_second(self, timing: UpdateTiming, storage: ParameterStorage) -> float:
         """Predicted throughput."""
-        prediction = StepModel(
+        return TOKENS_PER_STEP[self.name] / self.predict(timing, storage).step_seconds
+
+    def predict(self, timing: UpdateTiming, storage: ParameterStorage) -> StepPrediction:
+        """Predicted step."""
+        return StepModel(
             profile=self.profile,
             hardware=self.hardware,
             num_trainable=self.work.num_trainable,
             storage=storage,
             timing=timing,
         ).predict(self.layout)
-        return TOKENS_PER_STEP[self.name] / prediction.step_seconds
 
     def longest_sequence(self) -> float:
         """Longest sequences in units of 1024 tokens, one per device, one block per stage.
@@ -302,6 +310,33 @@ def sequence_rows(models: Iterable[Model]) -> list[dict[str, Any]]:
     ]
 
 
+def network_rows(models: Iterable[Model]) -> list[dict[str, Any]]:
+    """From how many tokens on the network is hidden, by published and by predicted throughput."""
+    rows = []
+    throughput = dict(published(HERE / "published_throughput.csv"))["RoundPipe async"]
+    for model, nodes in itertools.product(models, HOSTS):
+        storage, known = ParameterStorage(), throughput[model.name]
+        hosts = replace(model, hardware=replace(model.hardware, num_nodes=nodes))
+        step = hosts.predict(UpdateTiming.BEHIND_NEXT_STEP, storage)
+        for name in NETWORKS:
+            hardware = replace(hosts.hardware, network_bytes_per_second=network_rate(name))
+            exchange = Exchange.of(
+                model.work, storage=storage, hardware=hardware, steps_at_end=False
+            )
+            tokens = TOKENS_PER_STEP[model.name] * exchange.share_of_room(step, model.profile)
+            rows.append(
+                {
+                    "model": model.name,
+                    "hosts": str(nodes),
+                    "network": name,
+                    "GB sent a step": exchange.num_bytes / 1e9,
+                    "by published tokens/s": exchange.seconds * known,
+                    **compared(tokens, exchange.seconds * known),
+                }
+            )
+    return rows
+
+
 def layer_rows(models: Iterable[Model]) -> list[dict[str, Any]]:
     """Predicted and published times of layers and LM heads: what efficiencies are fitted to."""
     text = (HERE / "published_pipeline_timings.yaml").read_text(encoding="utf-8")
@@ -388,6 +423,7 @@ def main() -> None:
         "adapters": adapter_rows(models),
         "sequences": sequence_rows(models),
         "layers": layer_rows(models),
+        "network": network_rows(m for m in models if not m.is_frozen),
     }
     tables = {name: table(TITLES[name], rows[name]) for name in rows}
     if options.output == "json":

@@ -39,9 +39,7 @@ from roundpipe_lightning.errors import (
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.modules import ModelSource
 from roundpipe_lightning.modules.meta_model import MetaModel
-from roundpipe_lightning.planning.model.hardware import (
-    HardwareSpec,
-)
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, network_rate
 from roundpipe_lightning.planning.model.work import MicrobatchShape
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
@@ -150,14 +148,20 @@ class Job:
     def _choose_hardware(self, spec: HardwareSpec | None) -> HardwareSpec | Literal["auto"]:
         """The machine with the memory that the configuration gives it."""
         hardware = self.config.hardware
-        sizes = {
+        sizes: dict[str, Any] = {
             "host_bytes": size_of("hardware.host_memory", hardware.get("host_memory")),
             "device_bytes": size_of("hardware.device_memory", hardware.get("device_memory")),
         }
+        num_nodes, network = self.num_nodes, self.config.get("network")
+        if num_nodes > 1:
+            sizes["num_nodes"] = num_nodes
+        rate = None if network is None else network_rate(network)
+        if num_nodes > 1 or spec is not None:
+            sizes["network_bytes_per_second"] = rate
         if spec is None:
             sizes["host_bytes"] = sizes["host_bytes"] or hardware.get("host_bytes")
             sizes["disk_bytes_per_second"] = hardware.get("disk_bytes_per_second")
-        given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+        given = {name: size for name, size in sizes.items() if size is not None}
         if spec is None and not given:
             return "auto"
         if spec is None:
@@ -229,6 +233,12 @@ class Job:
     def batch_size(self) -> int:
         """Sequences of a batch."""
         return whole("data.batch_size", self.config.data.get("batch_size"))
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts."""
+        number = self.config.trainer.get("num_nodes", 1)
+        return 1 if number == "auto" else whole("trainer.num_nodes", number)  # nobody launched it
 
     @property
     def num_batches(self) -> int:
@@ -311,6 +321,7 @@ class Job:
             options=options,
             optimizers=self._optimizers(),
             mapped=self.source.keeps_weights_in_files,
+            steps_at_end=self.num_batches > 1 or bool(self.config.trainer.get("gradient_clip_val")),
         )
 
     @property

@@ -9,12 +9,13 @@ import json
 import sys
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_commands import EXIT_DOES_NOT_FIT
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.objects import run_explained
 from roundpipe_lightning.cli.plan_answer import cheapest_changes, gains, longest_seq_len
+from roundpipe_lightning.cli.plan_nodes import read_nodes, scaled, uneven
 from roundpipe_lightning.cli.plan_output import PlanOutput
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.files import write_text
@@ -43,7 +44,8 @@ def plan(config: DictConfig) -> PlanOutput:
     """
     if config.output not in ("text", "json"):
         raise ConfigurationError(f"output={config.output} is not one of text, json.")
-    job = Job(config)
+    counts, machines = read_nodes(config)
+    job, *more = [Job(_with_nodes(config, count)) for count in counts or [1]]
     if job.strategy is None:
         raise ConfigurationError(
             f"trainer.strategy={config.trainer.strategy} has no plan: choose trainer=roundpipe."
@@ -51,8 +53,19 @@ def plan(config: DictConfig) -> PlanOutput:
     longest = None
     if config.longest:
         longest = longest_seq_len(job)
-        job = job.with_changes({"data.seq_len": longest or job.seq_len})
-    found = job.answer()
+        changes = {"data.seq_len": longest or job.seq_len}
+        job, *more = [each.with_changes(changes) for each in (job, *more)]
+    hosts = uneven(job, machines) if machines else []
+    if hosts:
+        slowest = max(hosts, key=lambda host: host.answer.lateness)
+        job, found = slowest.job, slowest.answer
+        answers = [found]
+    else:
+        jobs = [job, *more]
+        answers = scaled(job.answer(), jobs)
+        job, found = next(
+            (pair for pair in zip(jobs, answers, strict=True) if pair[1].fits), (job, answers[0])
+        )
     folder = Path(config.paths.output_dir)
     report = PlanOutput(
         job=job,
@@ -60,11 +73,21 @@ def plan(config: DictConfig) -> PlanOutput:
         gains=gains(found),
         changes=[] if found.fits else cheapest_changes(job),
         longest_seq_len=longest,
+        scaling=answers,
+        hosts=hosts,
         joined=_joined(job),
         files={name: str(path) for name, path in _write(found, folder).items()},
     )
     write_text(folder / "report.json", json.dumps(report.to_dict(), indent=1) + "\n")
     return report
+
+
+def _with_nodes(config: DictConfig, count: int) -> DictConfig:
+    if not OmegaConf.is_list(config.nodes):
+        return config
+    config = config.copy()
+    config.nodes = config.trainer.num_nodes = count
+    return config
 
 
 def _joined(job: Job) -> FitAnswer | None:

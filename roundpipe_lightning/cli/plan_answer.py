@@ -63,6 +63,7 @@ _RESOURCES = {
     ),
     "host memory bandwidth": ("host_bytes_per_second",),
     "disk bandwidth": ("disk_bytes_per_second",),
+    "network": ("network_bytes_per_second",),
 }
 """Figures of a machine that become twice as large where a resource is twice as fast."""
 
@@ -76,6 +77,8 @@ def gains(found: FitAnswer) -> dict[str, float]:
         return {}
     by_name = {}
     for name, figures in _RESOURCES.items():
+        if name == "network" and found.job.hardware.num_nodes == 1:
+            continue
         job = dataclasses.replace(found.job, hardware=_twice_as_fast(found.job.hardware, figures))
         seconds = job.predict(found.layout).step_seconds
         by_name[name] = max(0.0, 1 - seconds / found.prediction.step_seconds)

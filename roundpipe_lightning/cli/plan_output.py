@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.plan_answer import Change, change_text
+from roundpipe_lightning.cli.plan_nodes import HostPlan, scaling_lines
 from roundpipe_lightning.planning.cost.device_memory import MemoryNeed
 from roundpipe_lightning.planning.report.description import (
     PlanDescription,
@@ -24,7 +26,10 @@ from roundpipe_lightning.planning.report.description import (
 from roundpipe_lightning.planning.search.fit import FitAnswer
 from roundpipe_lightning.planning.search.remedies import Remedy
 
-_NOT_FOR_TRAINING = ("output=", "longest=", "partition=", "partition.", "task_name=", "hydra")
+_NOT_FOR_TRAINING = (
+    *("output=", "longest=", "partition=", "partition.", "task_name=", "hydra"),
+    *("nodes=", "trainer.num_nodes="),
+)
 """Overrides that are `roundpipe-plan`'s own, or that its plan already has."""
 
 _MUCH_IDLE_SHARE = 0.4
@@ -43,6 +48,8 @@ class PlanOutput:
         changes: What makes it fit, where it does not.
         longest_seq_len: The longest sequence that fits, where it was asked for.
         joined: The answer with `microbatching=blocks`, where that is left open.
+        scaling: The answers for every number of hosts that was asked for.
+        hosts: Each host, where they are not alike.
         files: What was written, by name.
     """
 
@@ -52,6 +59,8 @@ class PlanOutput:
     changes: list[tuple[Remedy[Change], FitAnswer]] = field(default_factory=list)
     longest_seq_len: int | None = None
     joined: FitAnswer | None = None
+    scaling: Sequence[FitAnswer] = ()
+    hosts: Sequence[HostPlan] = ()
     files: dict[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -96,6 +105,8 @@ class PlanOutput:
             "predicted": self._predicted(),
             "predicted_with_blocks": self.joined and _seconds(self.joined),
             "bottleneck": {"resource": next(iter(self.gains), None), "gains": self.gains},
+            "nodes": [_on_network(each) for each in self.scaling],
+            "hosts": [_host(each) for each in self.hosts],
             "missing": self.missing or None,
             "changes": [_change(*each) for each in self.changes],
             "longest_seq_len": self.longest_seq_len,
@@ -123,7 +134,8 @@ class PlanOutput:
             return None
         return {
             **_named(prediction, "step_seconds", "pipeline_seconds", "optimizer_seconds"),
-            **_named(self.answer, "one_by_one_seconds", "tokens_per_second"),
+            **_named(self.answer, "one_by_one_seconds"),
+            "tokens_per_second": self.tokens_per_second,
             "idle_share": max(0.0, prediction.bubble_fraction),
             "pipeline_idle_share": max(0.0, planned.timeline.bubble_fraction),
         }
@@ -174,6 +186,7 @@ class PlanOutput:
                 "time to read and write it is not predicted"
             )
         lines += self._step_lines()
+        lines += self._node_lines()
         if self.longest_seq_len is not None:
             lines += ["", *self._longest_lines()]
         if self.answer.fits:
@@ -195,8 +208,18 @@ class PlanOutput:
             given.append(f"data.seq_len={self.longest_seq_len}")
         installed = Path(sys.argv[0]).stem == "roundpipe-plan"
         program = "roundpipe-train" if installed else "python train.py"
+        if self.hosts:
+            given = [each for each in given if not each.startswith("hardware")]
+        num_nodes = self.job.num_nodes
+        if num_nodes > 1:
+            script = "--no-python roundpipe-train" if installed else "train.py"
+            program = (
+                f"torchrun --nnodes={num_nodes} --nproc-per-node=1 --rdzv-backend=c10d "
+                f"--rdzv-endpoint=HOST0:PORT {script} nodes={num_nodes}"
+            )
         plan = f"partition.plan={self.files['plan.json']}"
-        return shlex.join([*program.split(), *given, "partition=saved", plan])
+        saved = [] if self.hosts else ["partition=saved", plan]
+        return shlex.join([*program.split(), *given, *saved])
 
     def _job_lines(self) -> list[str]:
         asked, job = self.job, self.answer.job
@@ -221,7 +244,7 @@ class PlanOutput:
             (
                 f"Predicted step: {prediction.step_seconds:.4g} s, of which the optimizer "
                 f"{prediction.optimizer_seconds:.3g} s; "
-                f"{self.answer.tokens_per_second:,.0f} tokens/s"
+                f"{self.tokens_per_second:,.0f} tokens/s"
             ),
             (
                 f"Devices wait {predicted['idle_share']:.1%} of the step, "
@@ -243,12 +266,14 @@ class PlanOutput:
 
     def _tool_lines(self) -> list[str]:
         """Say so where the devices could do without the host's memory."""
-        machine, work, predicted = self.job.machine, self.answer.job.work, self._predicted()
-        if predicted is None or machine.shares_host_memory:
+        machine, work = self.job.machine, self.answer.job.work
+        prediction = self.answer.prediction
+        if prediction is None or machine.shares_host_memory:
             return []
         frozen = work.num_parameters - work.num_trainable
         each = (_SHARDED_BYTES * work.num_trainable + 2 * frozen) / machine.num_devices
-        idle = predicted["idle_share"]
+        alone = prediction.step_seconds - prediction.network_seconds
+        idle = 1 - prediction.compute_seconds / alone  # FSDP would wait for the network much longer
         if idle < _MUCH_IDLE_SHARE or each > _SHARE_OF_DEVICE * machine.device_bytes:
             return []
         other = "trainer=single_device"
@@ -262,6 +287,41 @@ class PlanOutput:
                 "and will be faster."
             )
         ]
+
+    def _node_lines(self) -> list[str]:
+        """The network, and the numbers of hosts or the hosts that were asked for."""
+        answer, machine = self.answer, self.job.machine
+        lines = []
+        if machine.num_nodes > 1 and answer.prediction is not None:
+            exchange = answer.job.exchange
+            size, waits = size_text(exchange.num_bytes), answer.prediction.network_seconds
+            lines += [
+                "",
+                (
+                    f"{machine.num_nodes} hosts, network of "
+                    f"{machine.network_bytes_per_second * 8e-9:g} Gb/s: each sends and receives "
+                    f"{size} a step, {exchange.seconds:.3g} s; the step waits {waits:.3g} s for it"
+                ),
+                f"  hidden from {answer.hidden_tokens:,.0f} tokens per step and host on",
+            ]
+        if len(self.scaling) > 1:
+            lines += ["", "Hosts", *scaling_lines(self.scaling)]
+        if self.hosts:
+            lines += ["", "Hosts that are not alike", *map(_host_line, self.hosts)]
+            lines.append(
+                f"  together {self.tokens_per_second:,.0f} tokens/s; set each one's "
+                "trainer.strategy.host_share there"
+            )
+        return lines
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of a step of all hosts by its seconds; 0 without a plan."""
+        prediction = self.answer.prediction
+        if prediction is None or not self.hosts:
+            return self.answer.tokens_per_second
+        tokens = sum(host.answer.job.step_tokens for host in self.hosts)
+        return tokens / prediction.step_seconds
 
     def _longest_lines(self) -> list[str]:
         longest = self.longest_seq_len
@@ -278,6 +338,42 @@ class PlanOutput:
             return ["No change that was tried makes it fit."]
         texts = (f"  {change_text(*change, before=self.answer)}" for change in self.changes)
         return ["What makes it fit, the cheapest first:", *texts]
+
+
+def _on_network(answer: FitAnswer) -> dict[str, Any]:
+    prediction, exchange = answer.prediction, answer.job.exchange
+    return {
+        **_named(answer.job.hardware, "num_nodes", "network_bytes_per_second"),
+        **_named(answer, "fits", "tokens_per_second", "hidden_tokens"),
+        "host_bytes": answer.memory.host.total_bytes,
+        "sent_bytes": exchange.num_bytes,
+        "network_seconds": exchange.seconds,
+        "waiting_seconds": prediction and prediction.network_seconds,
+        "step_seconds": prediction and prediction.step_seconds,
+    }
+
+
+def _host(host: HostPlan) -> dict[str, Any]:
+    return {
+        "machine": host.job.machine.name,
+        "batch_size": host.job.batch_size,
+        "alone_tokens_per_second": host.speed,
+        "step_seconds": _seconds(host.answer),
+        "fits": host.answer.fits,
+        "device_bytes": host.answer.memory.device.total_bytes,
+        "host_bytes": host.answer.memory.host.total_bytes,
+    }
+
+
+def _host_line(host: HostPlan) -> str:
+    memory, seconds = host.answer.memory, _seconds(host.answer)
+    step = "does not fit" if seconds is None else f"{seconds:.4g} s"
+    return (
+        f"  {host.job.machine.name}: {host.job.batch_size} sequences, {step}, "
+        f"{size_text(memory.device.total_bytes)} of a device, "
+        f"{size_text(memory.host.total_bytes)} of the host; trainer.strategy.host_share="
+        f"{host.speed:.0f}"
+    )
 
 
 def _speed(answer: FitAnswer) -> str:

@@ -151,6 +151,7 @@ class PipelineRuntime:
                 category=NoBlocksWarning,
                 stacklevel=2,
             )
+        trainer = module.trainer
         self._planner = StepPlanner(
             module,
             stacks=self._stacks,
@@ -159,6 +160,8 @@ class PipelineRuntime:
             precision=precision,
             options=options,
             optimizers=optimizers,
+            num_nodes=1 if hosts is None else hosts.num,
+            steps_at_end=bool(trainer.gradient_clip_val) or trainer.accumulate_grad_batches != 1,
         )
         self.plan = self._planner.first_plan()
         shares_memory = [device.shares_host_memory for device in devices]
@@ -389,6 +392,9 @@ class PipelineRuntime:
             if is_one:
                 into = None if hosts is None else calls[0]
                 logs = [host_log(self._module, into=into, syncs=hosts is not None)]
+            first = 0  # a host has as many microbatches as its part of the batch gives
+            if hosts is not None:
+                first = sum(hosts.control.objects(cut.num_microbatches)[: hosts.rank])
             step = engine.begin_step(
                 cut.parts,
                 call,
@@ -397,7 +403,7 @@ class PipelineRuntime:
                 backward=trains,
                 joined=cut.joined,
                 step_seed=seed,
-                first_microbatch=0 if hosts is None else hosts.rank * cut.num_microbatches,
+                first_microbatch=first,
                 thread_context=self._precision.thread_context,
                 overrides=lambda index: {"log": logs[index]},
                 stand_ins=stand_ins,

@@ -52,6 +52,7 @@ from roundpipe_lightning.strategy.options import (
     Options,
     PlanSource,
 )
+from roundpipe_lightning.strategy.planning.inputs import find_machine, rate_name, widest_dtype
 from roundpipe_lightning.strategy.resume.resume import ResumePoint
 from roundpipe_lightning.strategy.runtime import (
     NoBlocksWarning,
@@ -127,6 +128,8 @@ class RoundPipeStrategy(OneProcessStrategy):
             file. `"auto"`: the one at hand; its accelerators are measured once, of a processor only
             the memory counts. Memory is checked before anything is allocated.
         timeout_seconds: After so many seconds without progress a step is given up with a report.
+        host_share: On several hosts, how much of each batch this one gets, beside the numbers of
+            the others: its tokens per second, say. `"auto"`: as fast as its devices are.
         workers_per_device: Workers that share each device.
         hints: Constraints on the stages of a plan that is made: `PartitionHints`, or a
             mapping with the keys of `conf/partition`.
@@ -174,6 +177,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         trust_rows: bool = False,
         hardware: HardwareSource = "auto",
         timeout_seconds: float = 600.0,
+        host_share: float | Literal["auto"] = "auto",
         workers_per_device: int = 1,
         hints: HintSource = None,
         replan: bool = True,
@@ -346,6 +350,19 @@ class RoundPipeStrategy(OneProcessStrategy):
             for index, device in enumerate(devices)
         ]
 
+    def _speed(self) -> float:
+        """Operations per second of this host's devices."""
+        devices, options = self.parallel_devices or [], self._options
+        machine = find_machine(
+            options.hardware,
+            num_workers=len(devices),
+            workers_per_device=1,
+            computes_on_host=self._computes_on_host,
+            accelerators=[device for device in devices if device.type != "cpu"],
+        )
+        dtype = self.precision_plugin.autocast_dtype or widest_dtype(self._module)
+        return machine.operations_per_second(rate_name(machine, dtype))
+
     def setup(self, trainer: Trainer) -> None:
         connected = compat.parallel_devices(trainer)
         checks.check_trainer_is_alone(is_alone=connected is self.parallel_devices)
@@ -416,6 +433,8 @@ class RoundPipeStrategy(OneProcessStrategy):
     def _check_on_hosts(self, trainer: Trainer) -> None:
         """Refuse what does not work on several hosts yet."""
         self._divides_data = not compat.divides_no_data(trainer)
+        assert self._hosts is not None
+        self._host_shares = agreement.shares_of_batch(self._hosts, self._options, self._speed)
         if trainer.state.fn == TrainerFn.PREDICTING:
             raise ConfigurationError("predict() does not work on several hosts: set num_nodes=1.")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -497,7 +516,9 @@ class RoundPipeStrategy(OneProcessStrategy):
         if trainer.sanity_checking:
             self._resume.sanity_check_begins()
         if self._hosts is not None and self._divides_data:
-            dataloader = data.divided(dataloader, self._hosts, trains=trainer.training)
+            dataloader = data.divided(
+                dataloader, self._hosts, self._host_shares, trains=trainer.training
+            )
         return self._resume.train_loader(dataloader) if trainer.training else dataloader
 
     def on_train_start(self) -> None:

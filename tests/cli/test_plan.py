@@ -170,6 +170,43 @@ def test_the_longest_sequence(ask: Ask) -> None:
     ask.json(*TIGHT, wider, longer, "partition.num_microbatches=8", status=EXIT_DOES_NOT_FIT)
 
 
+def test_more_hosts_have_less_in_memory_and_wait_for_the_network(ask: Ask) -> None:
+    given = (*GPU, "trainer.gradient_clip_val=null", "network=1GbE")
+    found = ask.json(*given, "nodes=[1,2,4]")
+    trained = found["model"]["num_trainable"]
+    one, two, four = found["nodes"]
+    assert [row["num_nodes"] for row in found["nodes"]] == [1, 2, 4]
+    assert found["predicted"]["step_seconds"] == one["step_seconds"]
+    for row, share in ((one, 0), (two, 1 / 2), (four, 3 / 4)):
+        assert row["sent_bytes"] == pytest.approx(share * trained * 6, rel=0.2)  # some in float32
+        assert row["network_seconds"] == pytest.approx(row["sent_bytes"] / (0.9 * 125e6))
+        assert one["host_bytes"] - row["host_bytes"] == pytest.approx(share * 8 * trained, abs=2)
+        room = row["step_seconds"] - row["waiting_seconds"]
+        assert row["hidden_tokens"] == pytest.approx(8 * 128 * row["network_seconds"] / room)
+        seconds = row["step_seconds"]
+        assert row["tokens_per_second"] == pytest.approx(row["num_nodes"] * 8 * 128 / seconds)
+    assert two["waiting_seconds"] > 0, "a small model's step is short"
+    assert ask.json(*given, "nodes=2")["nodes"] == [two]
+    page = ask.text(*given, "nodes=2")
+    assert f"hidden from {two['hidden_tokens']:,.0f} tokens per step and host on" in page
+    assert "torchrun --nnodes=2" in page
+    quick = ask.json(*given[:-1], "network=100GbE", "nodes=2")["nodes"][0]
+    assert quick["network_seconds"] == pytest.approx(two["network_seconds"] / 100)
+    clipped = ask.json(*GPU, "network=1GbE", "nodes=2")["nodes"][0]
+    assert clipped["waiting_seconds"] > two["waiting_seconds"], "nothing is stepped early"
+
+
+def test_uneven_hosts_get_parts_of_the_batch_by_their_speed(ask: Ask) -> None:
+    hosts = ask.json("nodes=[rtx4090x4,rtx4090x1]", "data.batch_size=64", "network=100GbE")["hosts"]
+    large, small = hosts
+    speeds = [host["alone_tokens_per_second"] for host in hosts]
+    assert large["batch_size"] + small["batch_size"] == 128
+    assert large["batch_size"] == pytest.approx(128 * speeds[0] / sum(speeds), abs=1)
+    assert speeds[0] > 1.5 * speeds[1]
+    page = ask.text("nodes=[rtx4090x4,rtx4090x1]", "data.batch_size=64", "network=100GbE")
+    assert f"trainer.strategy.host_share={speeds[1]:.0f}" in page
+
+
 @pytest.mark.parametrize(
     ("optimizer", "state_bytes", "disk_bytes"),
     [
@@ -274,6 +311,10 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["~hardware.device_bytes"], "missing figures: device_bytes"),
         (["hardware_file=nowhere.yaml"], "nowhere.yaml cannot be read"),
         (["hardware_file=rtx409x8"], "rtx4090x8"),
+        (["network=fast"], "network=fast: give gigabits per second, such as network=10GbE"),
+        (["nodes=[0,2]"], "give numbers of hosts, such as nodes=1,2,4"),
+        (["nodes=[rtx4090x4,rtx409x4]"], "The nearest are rtx4090"),
+        (["trainer.strategy.host_share=-1"], "host_share=-1: give a number above 0"),
         (["output=jsn"], "output=jsn is not one of text, json"),
         (["trainer.strategy.loss=fusd"], "set 'auto', 'fused' or 'eager'"),
         (["trainer.precision=bf16-mix"], "The nearest is bf16-mixed"),
@@ -335,7 +376,7 @@ def test_an_answer_is_one_object_on_standard_output(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-c", "import roundpipe_commands; roundpipe_commands.plan()"),
-            *("hardware=rtx4090x2", "output=json", "peft=lora"),
+            *("hardware=rtx4090x2", "output=json", "peft=lora", "nodes=1,2"),
         ],
         cwd=tmp_path,
         env=environment(PYTHONPATH=str(Path(__file__).parents[2])),
@@ -349,6 +390,7 @@ def test_an_answer_is_one_object_on_standard_output(tmp_path: Path) -> None:
     assert [line for line in done.stderr.splitlines() if "kernels-community" not in line] == []
     answer = json.loads(done.stdout)
     assert answer["machine"]["name"] == "rtx4090x2"
+    assert [row["num_nodes"] for row in answer["nodes"]] == [1, 2]
     [folder] = (tmp_path / "logs" / "plan" / "runs").iterdir()
     assert files(folder) >= {"plan.json", "report.json", "timeline.json", "timeline.svg"}
 

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
@@ -54,6 +55,7 @@ class Case:
         options: Of the strategy.
         num_microbatches: Of the global batch.
         kind: Of the strategy.
+        workers: Of two hosts, whose shares of a batch follow; empty: they are alike.
     """
 
     optimizer: str = "sgd"
@@ -63,12 +65,24 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     num_microbatches: int | None = None
     kind: type[RoundPipeStrategy] = RoundPipeStrategy
+    workers: tuple[int, ...] = ()
 
 
 class WithMuon(Regressor):
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.layers.parameters() if p.dim() == 2]
         return torch.optim.Muon(matrices, lr=0.02)
+
+
+class RecordSizes(Callback):
+    """Samples of every batch of this host."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        tensors = batch.values() if isinstance(batch, dict) else batch
+        self.seen.append(len(next(iter(tensors))))
 
 
 def train(rank: int, num: int, folder: Path, case: Case) -> dict[str, Any]:
@@ -83,17 +97,24 @@ def train(rank: int, num: int, folder: Path, case: Case) -> dict[str, Any]:
         module = kind(case.optimizer, num_blocks=3, dropout=case.dropout)
         data = regression_data(num_samples, batch_size=size, shuffle=True)
         validation = regression_data(30, batch_size=size)
-    options = dict(case.options)
+    options, flags = dict(case.options), {"max_epochs": 2, **case.flags}
+    share = Fraction(1, num)
+    if case.workers and num == 2:
+        flags["devices"] = case.workers[rank]
+        share = Fraction(case.workers[rank], sum(case.workers))
     if case.num_microbatches is not None:
-        options["num_microbatches"] = case.num_microbatches // num
+        options["num_microbatches"] = int(case.num_microbatches * share)
+    sizes = RecordSizes()
     trainer = make_trainer(
         folder / f"host{rank}",
         strategy=case.kind(timeout_seconds=60, **options),
         num_nodes=num,
-        **{"max_epochs": 2, **case.flags},
+        callbacks=[sizes],
+        **flags,
     )
     trainer.fit(module, data, validation)
     return {
+        "sizes": sizes.seen,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "parameters": [p.detach().clone() for p in module.parameters()],
         "steps": trainer.global_step,
@@ -121,6 +142,13 @@ CASES = {
     "values clipped": Case(flags={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "dropout": Case(dropout=0.3, options={"microbatching": "step"}, num_microbatches=6),
     "muon": Case("muon"),
+    "uneven": Case("adamw", flags={"gradient_clip_val": 0.1}, workers=(2, 1)),
+    "uneven, dropout": Case(
+        dropout=0.3, options={"microbatching": "step"}, num_microbatches=6, workers=(2, 1)
+    ),
+    "uneven, padded": Case(
+        padded=True, options={"microbatching": "step"}, num_microbatches=6, workers=(2, 1)
+    ),
     "uploaded": Case("adamw", flags={"devices": 2}, kind=EmulatedStrategy),
 }
 
@@ -136,9 +164,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("num", [2, 3])
 def test_numbers_of_one_host(tmp_path: Path, num: int, expected: dict[str, Any]) -> None:
     cases = CASES if num == 2 else {name: CASES[name] for name in _ON_THREE}
-    for seen in run_on_hosts(num, train_all, num, tmp_path, cases):
+    for rank, seen in enumerate(run_on_hosts(num, train_all, num, tmp_path, cases)):
         if isinstance(seen, BaseException):
             raise seen
+        if num == 2:  # three batches of 12, and what is left of the epoch
+            assert seen["uneven"]["sizes"][:4] == ([8, 8, 8, 3], [4, 4, 4, 2])[rank]
         for name in cases:
             one = expected[name]
             assert seen[name]["steps"] == one["steps"], name

@@ -34,6 +34,22 @@ def test_longest_sequences_are_predicted(result: Any) -> None:
     assert {name for name, error in errors.items() if error > 0} == {"llama3_1_8b", "qwen3_32b"}
 
 
+def test_networks_are_hidden_from_as_many_tokens_as_by_hand(result: Any) -> None:
+    """6 bytes a parameter times (n-1)/n, at 90 % of the link, times published tokens/s."""
+    by_hand = {
+        ("llama3_1_8b", "2", "10GbE"): 520e3,
+        ("llama3_1_8b", "8", "10GbE"): 910e3,
+        ("llama3_1_8b", "8", "100GbE"): 91e3,
+        ("qwen3_32b", "2", "10GbE"): 482e3,
+        ("qwen3_32b", "8", "10GbE"): 844e3,
+        ("qwen3_32b", "2", "100GbE"): 48e3,
+    }
+    rows = {(row["model"], row["hosts"], row["network"]): row for row in result["network"]}
+    for key, tokens in by_hand.items():
+        assert rows[key]["by published tokens/s"] == pytest.approx(tokens, rel=0.01)
+        assert rows[key]["predicted"] == pytest.approx(tokens, rel=0.15)
+
+
 def test_slower_uploads_never_help(result: Any) -> None:
     rates = {row["weights"]: row["predicted"] for row in result["frozen"]}
     mapped = [rates[f"memory-mapped, {bits} bits"] for bits in (16, 8, 4)]
@@ -48,8 +64,9 @@ def test_adapters_of_experts_cost_more_than_those_of_attention(result: Any) -> N
     assert 0.3 * few["predicted"] < many["predicted"] < few["predicted"]
 
 
-def test_the_document_prints_these_tables(result: Any) -> None:
-    document = PAGE.read_text(encoding="utf-8")
+def test_the_documents_print_these_tables(result: Any) -> None:
+    pages = (PAGE, REPOSITORY / "docs" / "nodes.md")
+    document = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     lines = [line for line in document.splitlines() if line.startswith("|")]
     for text in result["tables"].values():
         table = [line for line in text.splitlines() if line.startswith("|")]

@@ -27,6 +27,9 @@ from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 
 _GIB = 2**30
+_SHARDED = (MemoryKind.OPTIMIZER,)
+"""What a host has of its own parameters alone, where several hosts share them."""
+
 _ROUNDS_IN_FLIGHT = 2
 
 
@@ -142,12 +145,15 @@ class MemoryModel:
         tied = work.tied_parameters
         per_parameter = self._stored(work.head) / max(work.head.num_parameters, 1)
         copies = sum(self._stored(part) for part in work.segments) - tied * per_parameter
-        return {
+        sizes = {
             MemoryKind.WEIGHTS: copies if has_copies else 0.0,
             MemoryKind.MASTERS: work.num_trainable * storage.master_bytes,
             MemoryKind.GRADIENTS: work.num_trainable * storage.gradient_bytes,
             MemoryKind.OPTIMIZER: storage.state_bytes(work.num_trainable),
         }
+        for kind in _SHARDED:
+            sizes[kind] /= self.hardware.num_nodes
+        return sizes
 
     def _stored(self, part: BlockWork) -> float:
         if self.storage.weights is WeightStorage.MEMORY_MAPPED:

@@ -50,6 +50,7 @@ class StepPrediction:
         downloaded_bytes: Gradients, devices to host, all together.
         boundary_bytes: Boundaries, kept attention outputs and their gradients: host to devices,
             devices to host, device to device.
+        network_seconds: What the step waits for other hosts (`Exchange`).
     """
 
     layout: PipelineLayout
@@ -62,6 +63,7 @@ class StepPrediction:
     uploaded_bytes: float
     downloaded_bytes: float
     boundary_bytes: tuple[float, float, float]
+    network_seconds: float = 0.0
 
     @property
     def bubble_fraction(self) -> float:
@@ -119,7 +121,7 @@ class StepModel:
             per_downloaded_byte=transfer(0.0, 1.0) + hardware.host_seconds(storage.sum_bytes(1.0)),
             first_upload=self.links.upload_seconds(1.0),
             last_download=self.links.download_seconds(1.0),
-            optimizer=storage.update_seconds(self.num_trainable, hardware),
+            optimizer=storage.update_seconds(self.num_trainable, hardware) / hardware.num_nodes,
             timing=self.timing,
         )
 

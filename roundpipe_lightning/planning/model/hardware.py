@@ -141,6 +141,8 @@ class HardwareSpec:
             and their workspaces, and what a fragmented allocator cannot use.
         disk_bytes_per_second: What the disk reads, or writes, of mapped weights and of optimizer
             state that lies there.
+        num_nodes: Hosts that train together, of which this is one.
+        network_bytes_per_second: Of the network between them, each way.
         efficiency: What share of the rates is reached.
         unequal: Every device as a machine of its own, where they are not equal; the rates above
             are those of the first one then, `device_bytes` are the smallest.
@@ -166,6 +168,8 @@ class HardwareSpec:
     devices_reach_each_other: bool = False
     reserved_bytes: int = RESERVED_BYTES
     disk_bytes_per_second: float = 3e9
+    num_nodes: int = 1
+    network_bytes_per_second: float = 1.25e9
     efficiency: Efficiency = Efficiency()
     unequal: tuple[HardwareSpec, ...] = ()
 
@@ -191,6 +195,10 @@ class HardwareSpec:
     @property
     def num_roots(self) -> int:
         return -(-self.num_devices // self.devices_per_root)
+
+    def operations_per_second(self, dtype: str) -> float:
+        """Return what all devices together multiply in a second."""
+        return sum(one.matrix_rates.of(dtype) * one.efficiency.matrix for one in self.workers)
 
     def matrix_seconds(self, operations: float, *, dtype: str) -> float:
         return operations / (self.matrix_rates.of(dtype) * self.efficiency.matrix)
@@ -223,7 +231,7 @@ class HardwareSpec:
         return num_bytes / min(own, root / per_root, self.host_bytes_per_second / num_devices)
 
 
-_RUN_SETTINGS = frozenset({"accelerator", "cpu_workers", "workers_per_device"})
+_RUN_SETTINGS = frozenset({"accelerator", "cpu_workers", "workers_per_device", "network"})
 _MACHINE = re.compile(r"(?P<device>.+)x(?P<count>[1-9]\d*)")
 _GIB = 2**30
 _FITTED = {"matrix": 0.9, "attention": 0.7, "memory": 0.85, "host": 0.55}
@@ -237,6 +245,7 @@ _AROUND = (
     "root_download_bytes_per_second",
     "host_bytes_per_second",
     "disk_bytes_per_second",
+    "network_bytes_per_second",
 )
 """Figures of a machine around its devices."""
 
@@ -266,6 +275,22 @@ def load_hardware(source: str | os.PathLike[str]) -> HardwareSpec:
         return hardware_from_mapping({"name": path.stem, **_read(path)}, folder=path.parent)
     except HardwareError as error:
         raise HardwareError(f"{path}: {error}") from error
+
+
+def network_rate(name: object) -> float:
+    """Return the bytes per second, each way, of a network such as `10GbE`.
+
+    Raises:
+        HardwareError: It is no number of GbE.
+    """
+    found = re.fullmatch(r"([0-9.]*[0-9])GbE", str(name), re.IGNORECASE)
+    try:
+        rate = float(found[1]) * 1e9 / 8 if found else 0.0
+    except ValueError:
+        rate = 0.0
+    if rate <= 0:
+        raise HardwareError(f"network={name}: give gigabits per second, such as network=10GbE.")
+    return rate
 
 
 def _named(name: str) -> dict[str, Any]:
@@ -308,6 +333,8 @@ def hardware_from_mapping(
         HardwareError: A figure is missing, negative or unknown, or two contradict each other.
     """
     figures = _with_defaults(figures, folder)
+    if figures.get("network") is not None:
+        figures["network_bytes_per_second"] = network_rate(figures["network"])
     devices = figures.pop("devices", None)
     if devices == "auto":
         devices = figures.get("cpu_workers")

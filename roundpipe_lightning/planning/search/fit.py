@@ -17,6 +17,7 @@ from functools import cached_property
 from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, UpdateTiming
 from roundpipe_lightning.planning.cost.memory import MemoryModel, MemoryReport
+from roundpipe_lightning.planning.cost.network import Exchange
 from roundpipe_lightning.planning.cost.predict import StepModel, StepPrediction
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
@@ -48,6 +49,8 @@ class TrainingJob:
         effort: How long to search per team and round size. `QUICK`: some even stages alone, in
             teams of 1 or of all, to compare jobs with each other or to show that one fits.
         joined: Whether the microbatches are pieces of one batch, as in `PipelineConfig`.
+        steps_at_end: Whether no block is stepped before all gradients are there, for clipping or
+            accumulation.
     """
 
     work: WorkProfile
@@ -62,6 +65,7 @@ class TrainingJob:
     timing: UpdateTiming = UpdateTiming.AFTER_STEP
     effort: Effort = field(default_factory=Effort)
     joined: bool = False
+    steps_at_end: bool = False
 
     @cached_property
     def memory(self) -> MemoryModel:
@@ -93,8 +97,19 @@ class TrainingJob:
 
     @property
     def step_tokens(self) -> int:
+        """Tokens of an optimizer step of one host."""
         sequences = self.batch_sequences or self.shape.sequences * self.num_microbatches
         return sequences * self.shape.seq_len * self.num_batches
+
+    @property
+    def exchange(self) -> Exchange:
+        """What this host exchanges with others in a step."""
+        return Exchange.of(
+            self.work,
+            storage=self.storage,
+            hardware=self.hardware,
+            steps_at_end=self.steps_at_end,
+        )
 
     def report(self, layout: PipelineLayout) -> MemoryReport:
         return self.memory.report(layout, shape=self.shape)
@@ -102,14 +117,17 @@ class TrainingJob:
     def predict(
         self, layout: PipelineLayout, *, profile: ModelProfile | None = None
     ) -> StepPrediction:
-        return StepModel(
-            profile=self.profile if profile is None else profile,
+        """Predict an optimizer step; `profile` is the model with measured durations."""
+        profile = self.profile if profile is None else profile
+        alone = StepModel(
+            profile=profile,
             hardware=self.hardware,
             num_trainable=self.work.num_trainable,
             storage=self.storage,
             timing=self.timing,
             recompute_start=self.recompute_start,
         ).predict(layout)
+        return self.exchange.with_network(alone, profile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +160,35 @@ class FitAnswer:
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of an optimizer step of all hosts by its seconds; 0 without a plan."""
         if self.prediction is None:
             return 0.0
-        return self.job.step_tokens / self.prediction.step_seconds
+        tokens = self.job.step_tokens * self.job.hardware.num_nodes
+        return tokens / self.prediction.step_seconds
+
+    @property
+    def lateness(self) -> tuple[bool, float]:
+        """Order of hosts by how long the others wait for them, those last that do not fit."""
+        return not self.fits, 0.0 if self.prediction is None else self.prediction.step_seconds
+
+    @property
+    def hidden_tokens(self) -> float:
+        """Tokens of a step and host from which on no step waits for the network; 0 without a plan.
+
+        A step is taken to get longer as its tokens do.
+        """
+        if self.prediction is None:
+            return 0.0
+        waits = self.prediction.network_seconds
+        alone = replace(self.prediction, step_seconds=self.prediction.step_seconds - waits)
+        return self.job.step_tokens * self.job.exchange.share_of_room(alone, self.job.profile)
+
+    def on_hosts(self, num_nodes: int) -> FitAnswer:
+        """Return the answer with the same plan on another number of hosts."""
+        hardware = replace(self.job.hardware, num_nodes=num_nodes)
+        job = replace(self.job, hardware=hardware)
+        planned = self.planned and replace(self.planned, prediction=job.predict(self.layout))
+        return replace(self, job=job, memory=job.report(self.layout), planned=planned)
 
     @property
     def one_by_one_seconds(self) -> float:
@@ -180,13 +224,10 @@ def fit_training(job: TrainingJob, *others: TrainingJob) -> FitAnswer:
         return replace(_smallest(job), reason_no_plan=str(error))
     plan = planned.plan
     chosen = jobs[plan.num_microbatches // job.num_batches]
-    layout = plan.layout
-    return FitAnswer(
-        job=chosen,
-        layout=layout,
-        memory=chosen.report(layout),
-        planned=planned,
+    answer = FitAnswer(
+        job=chosen, layout=plan.layout, memory=chosen.report(plan.layout), planned=planned
     )
+    return answer.on_hosts(job.hardware.num_nodes)
 
 
 def fits_memory(job: TrainingJob) -> bool:

@@ -99,7 +99,10 @@ def other_machines(job: TrainingJob) -> Iterator[tuple[Price, HardwareSpec]]:
         yield Price.HOST_MEMORY, replace(machine, host_bytes=size, device_bytes=device)
     if machine.shares_host_memory:
         return
-    named = (load_hardware(f"{name}x{machine.num_devices}") for name in device_names())
+    named = (
+        replace(load_hardware(f"{name}x{machine.num_devices}"), num_nodes=machine.num_nodes)
+        for name in device_names()
+    )
     for spec in sorted(named, key=lambda spec: spec.device_bytes):
         if spec.device_bytes > machine.device_bytes and fits_memory(replace(job, hardware=spec)):
             yield Price.MACHINE, spec

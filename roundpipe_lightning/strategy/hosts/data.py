@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,22 +12,25 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.planning.cost.network import split_samples
 
 
 class HostBatches:
-    """This host's part of each global batch: one of every `num` lists of a batch sampler.
+    """This host's part of each global batch: its share of every `num` lists of a batch sampler.
 
     So hosts of 8 samples train on the batches of one host of 16. What is left over at the end of
-    a training's epoch is shared out evenly; in an evaluation the first hosts take it.
+    a training's epoch is shared out, too; in an evaluation the first hosts take it.
 
     Args:
         lists: Yields lists of indices, on every host the same ones.
         hosts: All hosts.
+        shares: Of each batch, by rank.
         trains: Whether every host needs a part of what is left over.
     """
 
-    def __init__(self, lists: Any, hosts: Hosts, *, trains: bool) -> None:
+    def __init__(self, lists: Any, hosts: Hosts, shares: Sequence[float], *, trains: bool) -> None:
         self._lists, self._hosts, self._trains = lists, hosts, trains
+        self._shares = shares
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_lists"], name)
@@ -53,7 +57,8 @@ class HostBatches:
                 if not is_checked:
                     hosts.check_same({"the order of the data, which a sampler drew,": group})
                 is_checked = True
-                yield group[hosts.rank]
+                is_even = len(set(self._shares)) == 1
+                yield group[hosts.rank] if is_even else self._part(list(chain(*group)))
                 group = []
         if not self._trains:
             yield from group[hosts.rank : hosts.rank + 1]
@@ -64,16 +69,21 @@ class HostBatches:
                     f"The last batch of the epoch has {len(left)} samples for {hosts.num} hosts. "
                     "Set drop_last=True in the DataLoader, or another batch_size."
                 )
-            ends = [len(left) * host // hosts.num for host in (hosts.rank, hosts.rank + 1)]
-            yield left[slice(*ends)]
+            yield self._part(left)
+
+    def _part(self, samples: list[Any]) -> list[Any]:
+        sizes = split_samples(len(samples), self._shares)
+        start = sum(sizes[: self._hosts.rank])
+        return samples[start : start + sizes[self._hosts.rank]]
 
 
-def divided(loader: Any, hosts: Hosts, *, trains: bool) -> Any:
+def divided(loader: Any, hosts: Hosts, shares: Sequence[float], *, trains: bool) -> Any:
     """Return a loader of this host's part of the batches.
 
     Args:
         loader: The user's; it stays as it is. One with a `DistributedSampler` is divided already.
         hosts: All hosts.
+        shares: Of each batch, by rank.
         trains: Whether it is for training.
 
     Raises:
@@ -94,7 +104,8 @@ def divided(loader: Any, hosts: Hosts, *, trains: bool) -> Any:
         )
     mine = copy(loader)
     vars(mine).update(
-        batch_sampler=HostBatches(loader.batch_sampler, hosts, trains=trains), _iterator=None
+        batch_sampler=HostBatches(loader.batch_sampler, hosts, shares, trains=trains),
+        _iterator=None,
     )
     if not trains and len(loader) < hosts.num:
         raise ConfigurationError(

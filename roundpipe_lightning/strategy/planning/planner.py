@@ -85,6 +85,8 @@ class StepPlanner:
         module: The user's module, attached to its trainer.
         optimizers: The optimizers of the training; none for an evaluation.
         mapped: Whether frozen weights stay in their files, where the parameters do not say so.
+        num_nodes: Hosts; None: as the machine says.
+        steps_at_end: As of `TrainingJob`.
 
     Attributes:
         chain: The calls that are planned for: each stack once, then what a step has called.
@@ -95,7 +97,7 @@ class StepPlanner:
             cannot be kept.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but one keyword-only
         self,
         module: LightningModule,
         *,
@@ -106,6 +108,8 @@ class StepPlanner:
         options: Options,
         optimizers: Sequence[Optimizer] = (),
         mapped: bool = False,
+        num_nodes: int | None = None,
+        steps_at_end: bool = False,
     ) -> None:
         self._module = module
         self._stack = stacks[0] if stacks else None
@@ -121,6 +125,8 @@ class StepPlanner:
             computes_on_host=computes_on_host,
             accelerators=accelerators_of(devices),
         )
+        self.machine = replace(self.machine, num_nodes=num_nodes or self.machine.num_nodes)
+        self._steps_at_end = steps_at_end
         rounds = precision.stochastic_rounding
         moves = optimizers and not computes_on_host
         self._sizes = TransferSizes(stacks, upload_dtype_of(options, precision) if moves else None)
@@ -404,6 +410,7 @@ class StepPlanner:
             hints=self._constraints.completed(hints, step, count, shape),
             effort=effort,
             joined=step.is_joined and count > 1,
+            steps_at_end=self._steps_at_end,
         )
 
     def _plan_job(

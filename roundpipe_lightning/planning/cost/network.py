@@ -1,0 +1,128 @@
+"""What several hosts exchange in an optimizer step, and when the network is what a step waits for.
+
+Each host sends, and receives, (n-1)/n of the gradients of all trained parameters, and as much of
+their new values. A block's gradients leave as soon as its backward pass has ended; its new values
+come back while the next step's forward pass begins.
+
+```
+compute    F F F F B B B B B B B B B B B B │ F F F F
+network            g7 g6 g5 w7 g4 w6 ..    │ .. w0 w1
+```
+
+Where blocks are stepped one by one, all of it may go on beside the step. Where clipping or
+accumulation has the optimizer wait for all gradients, these go on beside the backward pass of the
+last batch, and the new values beside the forward pass of the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from roundpipe_lightning.planning.cost.predict import StepPrediction
+from roundpipe_lightning.planning.model.hardware import HardwareSpec
+from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.model.storage import ParameterStorage
+from roundpipe_lightning.planning.model.work import WorkProfile
+
+_LINK_SHARE = 0.9
+"""Share of a link's rate that is reached; the rest is headers and pauses between chunks."""
+
+
+def split_samples(count: int, shares: Sequence[float]) -> list[int]:
+    """Divide at least as many samples as there are hosts by shares, one or more for each.
+
+    What rounding leaves goes to the largest remainders.
+    """
+    free = count - len(shares)
+    exact = [free * share / sum(shares) for share in shares]
+    sizes = [1 + int(part) for part in exact]
+    left = count - sum(sizes)
+    for host in sorted(range(len(shares)), key=lambda h: int(exact[h]) - exact[h])[:left]:
+        sizes[host] += 1
+    return sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What every host sends in a step, and receives.
+
+    Attributes:
+        hardware: A host, with the network.
+        gradient_bytes: Of gradients.
+        weight_bytes: Of new values.
+        steps_at_end: Whether no block is stepped before all gradients are there, for clipping or
+            accumulation.
+    """
+
+    hardware: HardwareSpec
+    gradient_bytes: float
+    weight_bytes: float
+    steps_at_end: bool
+
+    @classmethod
+    def of(
+        cls,
+        work: WorkProfile,
+        *,
+        storage: ParameterStorage,
+        hardware: HardwareSpec,
+        steps_at_end: bool,
+    ) -> Exchange:
+        """Describe a training's: gradients as they are summed up, new values as they are uploaded.
+
+        Args:
+            work: The model.
+            storage: What is kept for each parameter.
+            hardware: A host.
+            steps_at_end: As of the class.
+        """
+        away = work.num_trainable * (hardware.num_nodes - 1) / hardware.num_nodes
+        parts = [part for part in work.segments if part.num_trainable]
+        count = sum(part.num_trainable for part in parts)
+        uploaded = sum(p.num_trainable * p.parameter_bytes / p.num_parameters for p in parts)
+        return cls(
+            hardware=hardware,
+            gradient_bytes=away * storage.gradient_bytes,
+            weight_bytes=away * uploaded / max(count, 1),
+            steps_at_end=steps_at_end,
+        )
+
+    @property
+    def num_bytes(self) -> float:
+        return self.gradient_bytes + self.weight_bytes
+
+    @property
+    def seconds(self) -> float:
+        """How long the network takes."""
+        return self._seconds(self.num_bytes)
+
+    def _seconds(self, num_bytes: float) -> float:
+        return num_bytes / (self.hardware.network_bytes_per_second * _LINK_SHARE)
+
+    def share_of_room(self, alone: StepPrediction, profile: ModelProfile) -> float:
+        """Return the network's time as a share of what passes beside it; at most 1: it is hidden.
+
+        Args:
+            alone: A step of one host.
+            profile: The model, for how much of a batch is its forward pass.
+        """
+        return max(needed / room for needed, room in self._pairs(alone, profile))
+
+    def with_network(self, alone: StepPrediction, profile: ModelProfile) -> StepPrediction:
+        """Return the step with what of the exchange nothing hides."""
+        waits = sum(max(0.0, needed - room) for needed, room in self._pairs(alone, profile))
+        return replace(alone, step_seconds=alone.step_seconds + waits, network_seconds=waits)
+
+    def _pairs(self, alone: StepPrediction, profile: ModelProfile) -> list[tuple[float, float]]:
+        """Return seconds of the network, each with those of what goes on beside it."""
+        if not self.steps_at_end:
+            return [(self.seconds, alone.step_seconds)]
+        batch = alone.pipeline_seconds / alone.layout.num_batches
+        forward = sum(part.forward_seconds for part in profile.parts)
+        both = profile.busy_seconds + profile.seconds_to_recompute(alone.layout.recompute)
+        share = forward / both if both else 0.5
+        return [
+            (self._seconds(self.gradient_bytes), (1 - share) * batch),
+            (self._seconds(self.weight_bytes), share * batch),
+        ]
