@@ -76,12 +76,18 @@ class ModeChoice:
     """Chooses the mode of a training."""
 
     def __init__(
-        self, module: LightningModule, stacks: Sequence[BlockStack], options: Options
+        self,
+        module: LightningModule,
+        stacks: Sequence[BlockStack],
+        options: Options,
+        *,
+        has_part: bool = False,
     ) -> None:
         self._module = module
         self._stacks = stacks
         self._mode = options.microbatching
-        self._shrinks = options.num_microbatches == "auto"
+        # A host's part of a batch may be smaller than its loader's batch_size.
+        self._shrinks = has_part or options.num_microbatches == "auto"
         self._fuses_loss = self._warns = options.fuses_loss
         known = getattr(module, "averages_samples", False)
         self._tells = self._mode == "step" and not known
