@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from roundpipe_lightning.emulation.race_checker import ProtocolChecker
@@ -11,6 +13,7 @@ from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, Transf
 from roundpipe_lightning.planning.cost.costs import BoundaryRoute
 from roundpipe_lightning.planning.cost.traffic import worker_stage_runs
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import (
     Regressor,
     differences,
@@ -66,16 +69,18 @@ def test_gradients_go_directly_where_boundaries_have_no_room(
 ) -> None:
     module, batches = Regressor(4), regression_batches(NUM_MICROBATCHES)
     stack = layers_of(module)
-    plan = plan_of(stack, num_workers=2, num_microbatches=NUM_MICROBATCHES)
-    timing = EmulatedTiming(direct_bytes_per_second=1e9)
+    partition = Partition(forward=(4,), backward=(0, 1, 1, 1, 1))
+    plan = plan_of(stack, num_workers=2, num_microbatches=NUM_MICROBATCHES, partition=partition)
+    timing, asked = EmulatedTiming(direct_bytes_per_second=1e9), list[Device]()
     with EmulatedServer(2, timing=timing, checker=ProtocolChecker(), poison=True) as server:
         for device in server.devices:
-            monkeypatch.setattr(device, "has_spare_memory", lambda: False)
+            monkeypatch.setattr(device, "has_spare_memory", partial(asked.append, device))
         result = engine_step(module, stack, plan, batches, devices=[*server.devices])
     assert not differences(module, result, plain_step(module, batches))
     one = batches[0][0].nbytes  # of a boundary, and of its gradient
     assert set(on_host) == {one}
     assert len(on_host) == NUM_MICROBATCHES * (len(stack.blocks) + 1)  # and no gradient
+    assert len(asked) <= len(result.timeline.entries), "once a turn"
     assert sum(traffic.direct_bytes for traffic in result.traffic) >= NUM_MICROBATCHES * one
 
 

@@ -7,14 +7,14 @@ when what it waits for is done; of the ready ones the most urgent goes first, an
 one that came first. Jobs are cut into chunks, so that an urgent one overtakes a long one:
 
 ```
-submit(weights, 48 MiB)   submit(boundary)
-upload    [ weights 1 ][ weights 2 ][ boundary ][ weights 3 ]
-                                        ▲ two chunks were in flight: it could not go earlier
+submit(weights, 80 MiB)   submit(boundary)
+upload    [ weights 1 ] .. [ weights 4 ][ boundary ][ weights 5 ]
+                                        ▲ four chunks were in flight: it could not go earlier
 ```
 
-At most two chunks are in flight on the device: enough to keep the bus busy, few enough to be
-overtaken. A job never blocks the queue by waiting on the device, so a copy can wait for compute
-that waits for a later copy.
+At most four chunks are in flight on the device: enough to keep the bus busy while the queue's
+thread waits for Python's lock, few enough to be overtaken. A job never blocks the queue by waiting
+on the device, so a copy can wait for compute that waits for a later copy.
 
 A copy that fails ends the step: every job is given up and its event releases who waits. `abort`
 does the same from outside. The queue can be used again after `drain`.
@@ -38,7 +38,8 @@ from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.device.host_memory import own_pages
 
 CHUNK_BYTES = 2**24  # longest copy that cannot be overtaken
-MOST_IN_FLIGHT = 2  # chunks that a queue has given to its device
+MOST_IN_FLIGHT = 4  # chunks that a queue has given to its device, but for one that stages
+MOST_STAGED = 2  # the same of a queue that stages: each has a page-locked buffer
 
 
 class Priority(IntEnum):
@@ -164,12 +165,12 @@ class TransferQueue:
         """
         if not self.can_stage(longest):
             self._unstage()
-            self._staging = [own_pages(min(CHUNK_BYTES, longest)) for _ in range(MOST_IN_FLIGHT)]
+            self._staging = [own_pages(min(CHUNK_BYTES, longest)) for _ in range(MOST_STAGED)]
             for buffer in self._staging:
                 self._device.pin(buffer)
 
     def can_stage(self, longest: int) -> bool:
-        return MOST_IN_FLIGHT * min(CHUNK_BYTES, longest) <= self.staging_bytes
+        return MOST_STAGED * min(CHUNK_BYTES, longest) <= self.staging_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -258,7 +259,8 @@ class TransferQueue:
             try:
                 if entry is not None:
                     self._issue(entry)
-                if entry is None or len(self._in_flight) == MOST_IN_FLIGHT:
+                most = MOST_STAGED if self._staging else MOST_IN_FLIGHT
+                if entry is None or len(self._in_flight) == most:
                     self._finish(self._in_flight.popleft())
             except BaseException as error:  # noqa: BLE001 - handed to the step, which raises it
                 self._fail(error)

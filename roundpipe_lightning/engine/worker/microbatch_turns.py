@@ -65,6 +65,7 @@ class MicrobatchTurns:
 
     def _take_position(self, position: int) -> None:
         self.number = position
+        self._stays: dict[Worker, bool] = {}  # what is known in this turn
         self._action = action = self._path[position]
         self.stage: Stage = self.plan.partition.stage(action.kind, action.stage)
         self.worker: Worker = self._workers[action.worker]
@@ -88,11 +89,13 @@ class MicrobatchTurns:
     @property
     def stays_here(self) -> bool:
         """Whether all turns that are left reach this worker, and it has room for what they take."""
-        rest = {action.worker for action in self._path[self.number + 1 :]}
-        here = self.worker.device
-        return here.has_spare_memory() and all(
-            self._workers[index].device.reaches(here) for index in rest
-        )
+        if self.worker not in self._stays:
+            rest = {action.worker for action in self._path[self.number + 1 :]}
+            here = self.worker.device
+            self._stays[self.worker] = here.has_spare_memory() and all(
+                self._workers[index].device.reaches(here) for index in rest
+            )
+        return self._stays[self.worker]
 
     def last_end(self, worker: Worker) -> Event | None:
         return self._ends.get(worker)
