@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from roundpipe_lightning.checkpoint.compatibility import check_versions, left_out, load_state
 from roundpipe_lightning.checkpoint.io import read_checkpoint
 from roundpipe_lightning.cli.build import find_checkpoint, run_folder
+from roundpipe_lightning.cli.model_card import write_card
 from roundpipe_lightning.cli.objects import build, read_adapters, run_explained
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.export import (
@@ -21,6 +22,7 @@ from roundpipe_lightning.models.export import (
     export_pretrained,
     find_pretrained,
 )
+from roundpipe_lightning.models.hub import make_repository, push_folder
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
 from roundpipe_lightning.strategy.strategy import CHECKPOINT_VERSION
 
@@ -52,6 +54,8 @@ def export(config: DictConfig) -> Path:
     options = ExportOptions(**{name: config[name] for name in names})
     folder = _output_folder(config, checkpoint)
     check_replaceable(folder, overwrite=options.overwrite)
+    if config.push_to_hub is not None:
+        make_repository(config.push_to_hub)
     given = _with_run(config, checkpoint)
     if checkpoint is None:
         module = _build_module(given)
@@ -64,7 +68,13 @@ def export(config: DictConfig) -> Path:
             if hasattr(part, "tie_weights"):  # a model of transformers
                 tie_weights: Any = part.tie_weights
                 tie_weights()
-    return export_pretrained(find_pretrained(module, config.name), folder, options=options)
+    export_pretrained(find_pretrained(module, config.name), folder, options=options)
+    run = None if checkpoint is None else run_folder(checkpoint)
+    if run is not None:
+        write_card(folder, run, name=config.push_to_hub)
+    if config.push_to_hub is not None:
+        sys.stdout.write(f"{push_folder(folder, config.push_to_hub)}\n")
+    return folder
 
 
 def _output_folder(config: DictConfig, checkpoint: Path | None) -> Path:

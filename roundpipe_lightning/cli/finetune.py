@@ -20,10 +20,12 @@ from torch import nn
 
 from roundpipe_commands import explain, name_machines
 from roundpipe_lightning.callbacks import PlanReport
+from roundpipe_lightning.cli.model_card import write_card
 from roundpipe_lightning.cli.summary import summary_rows, trained_row
 from roundpipe_lightning.cli.train import run_training
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
+from roundpipe_lightning.models.hub import make_repository, push_folder
 from roundpipe_lightning.planning.model.hardware import config_folder
 from roundpipe_lightning.planning.schedule.plan import Plan
 
@@ -90,6 +92,7 @@ def finetune(  # noqa: PLR0913 - all but two are keyword-only, each a setting of
     learning_rate: float | None = None,
     epochs: int = 1,
     folder: str | Path | None = None,
+    push_to_hub: str | None = None,
     overrides: Sequence[str] = (),
 ) -> FineTuned:
     """Fine-tune a model on data, and write the result as a folder that transformers or peft load.
@@ -110,6 +113,7 @@ def finetune(  # noqa: PLR0913 - all but two are keyword-only, each a setting of
         learning_rate: The peak; None: 1e-5 for `"full"`, else 2e-4.
         epochs: Passes over the data.
         folder: Of the run; None: a new one in `logs/finetune/runs`.
+        push_to_hub: `"user/model"`: the result is also uploaded to the hub, private at first.
         overrides: Any other settings, as on the command line of `train.py`:
             `["trainer.max_steps=100", "hardware=rtx4090x4"]`.
 
@@ -119,6 +123,8 @@ def finetune(  # noqa: PLR0913 - all but two are keyword-only, each a setting of
     """
     if objective not in _OBJECTIVES:
         raise ConfigurationError(f"objective={objective!r} is not one of {', '.join(_OBJECTIVES)}.")
+    if push_to_hub is not None:
+        make_repository(push_to_hub)
     now = datetime.now().astimezone()
     run = Path(folder or f"logs/finetune/runs/{now:%Y-%m-%d_%H-%M-%S}").expanduser().absolute()
     settings: dict[str, Any] = {
@@ -153,6 +159,9 @@ def finetune(  # noqa: PLR0913 - all but two are keyword-only, each a setting of
     except HydraException as error:
         raise ConfigurationError(explain(error, "train", config_folder())) from error
     done, _, figures = run_training(config)
+    if push_to_hub is not None:
+        write_card(run / "export", run, name=push_to_hub)
+        push_folder(run / "export", push_to_hub)
     report = next((c for c in done.callbacks if isinstance(c, PlanReport)), None)
     rows = [
         *trained_row(done.module),

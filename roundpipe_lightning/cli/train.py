@@ -12,10 +12,12 @@ import lightning
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from roundpipe_lightning.callbacks import ExportPretrained
 from roundpipe_lightning.cli.build import Run, build_run, exists, log_settings
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
 from roundpipe_lightning.cli.hosts import for_hosts, tell_settings
 from roundpipe_lightning.cli.job import whole
+from roundpipe_lightning.cli.model_card import write_card
 from roundpipe_lightning.cli.objects import run_explained
 from roundpipe_lightning.cli.summary import print_summary, summarize
 from roundpipe_lightning.files import write_text
@@ -81,6 +83,9 @@ def run_training(config: DictConfig) -> tuple[Run, dict[str, float], dict[str, A
     figures = summarize(run, metrics)
     log.info("Finished: %s", figures)
     write_text(folder / "summary.json", json.dumps(figures, indent=2) + "\n")
+    for callback in run.callbacks:
+        if isinstance(callback, ExportPretrained) and config.train:
+            write_card(callback.folder(run.trainer), folder)
     return run, metrics, figures
 
 

@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from transformers import AutoModelForCausalLM
 import roundpipe_commands
 from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
 from roundpipe_lightning.cli.export import export
-from roundpipe_lightning.errors import CheckpointError, ConfigurationError
+from roundpipe_lightning.cli.model_card import write_card
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.weight_files import MARKER
 from roundpipe_lightning.modules import ModelSource
 from roundpipe_lightning.planning.model.hardware import config_folder
+from tests.kit.hub import hub
 from tests.kit.programs import run_program
 from tests.kit.runs import train_small
 from tests.models.test_load import EXPERTS, save
@@ -195,3 +198,36 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "Error: ckpt_path='none.ckpt' does not exist" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_export_has_a_card_and_goes_to_the_hub(run: Path) -> None:
+    with hub() as server:
+        folder = run_export(f"ckpt_path={checkpoint_of(run)}", "push_to_hub=me/mine")
+    files = server.repositories["me/mine"]
+    assert set(files) == {path.name for path in folder.iterdir()}
+    assert files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    card = files["README.md"].decode()
+    assert "| Training | 3 steps of 4 microbatches on 4 workers |" in card
+    assert "vllm serve me/mine" in card
+    assert str(run.parent) not in card
+    plan = json.loads((run / "plan.json").read_text())
+    assert f"{plan['num_microbatches']} microbatches, 4 workers" in card
+
+
+def test_the_card_of_an_adapter_names_its_base(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_small(run, "peft=lora", "peft.r=16", "callbacks=export", "trainer.max_steps=1")
+    config: Any = OmegaConf.load(run / "config.yaml")
+    config.model.hub_name = "Qwen/Qwen3-0.6B"
+    OmegaConf.save(config, run / "config.yaml")
+    write_card(run / "export", run)
+    card = (run / "export" / "README.md").read_text()
+    assert "base_model: Qwen/Qwen3-0.6B" in card
+    assert "--enable-lora --max-lora-rank 16 --lora-modules export=." in card
+
+
+def test_a_hub_that_refuses_is_explained_before_anything_is_written(run: Path) -> None:
+    message = r"push_to_hub='me/mine': .*401.* log in with a token that may write"
+    with hub(token="hf_other"), pytest.raises(ModelSourceError, match=message):
+        run_export(f"ckpt_path={checkpoint_of(run)}", "push_to_hub=me/mine")
+    assert not (run / "export").exists()
