@@ -4,6 +4,7 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,30 +38,56 @@ def run_on_hosts(
     Returns:
         By host: what the function returned, or the exception that it raised.
     """
+    started = start_hosts(num, function, *args, environments=environments)
+    return [host.result() for host in started]
+
+
+@dataclass(frozen=True)
+class StartedHost:
+    """A host that runs.
+
+    Attributes:
+        process: Its own.
+        results: Where what it returns will come from.
+    """
+
+    process: Any
+    results: Connection
+
+    def result(self) -> Any:
+        """Wait for its end; return what the function returned, or the exception it raised."""
+        if not self.results.poll(_SECONDS):
+            self.process.kill()
+            return TimeoutError("a host hangs")
+        try:
+            result = pickle.loads(self.results.recv_bytes())
+        except EOFError:
+            result = ProcessLookupError("a host was killed")
+        self.process.join(_SECONDS)
+        return result
+
+
+def start_hosts(
+    num: int,
+    function: Callable[..., Any],
+    *args: Any,
+    environments: Sequence[Mapping[str, str]] = (),
+) -> list[StartedHost]:
+    """Do what `run_on_hosts` does, but do not wait."""
     port = str(free_port())
     by_hand = [
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": str(rank)}
         for rank in range(num)
     ]
-    started, results = [], list[Any]()
+    started = []
     for rank, variables in enumerate(environments or by_hand):
         mine, theirs = _context.Pipe(duplex=False)
         given = {**variables, "MASTER_PORT": port}
         process = _context.Process(target=_serve, args=(theirs, rank, given, function, args))
         process.start()
         theirs.close()
-        started.append((process, mine))
-    for process, mine in started:
-        if not mine.poll(_SECONDS):
-            process.kill()
-            results.append(TimeoutError("a host hangs"))
-            continue
-        try:
-            results.append(pickle.loads(mine.recv_bytes()))
-        except EOFError:
-            results.append(ProcessLookupError("a host was killed"))
-        process.join(_SECONDS)
-    return results
+        started.append(StartedHost(process, mine))
+    return started
 
 
 def _serve(
