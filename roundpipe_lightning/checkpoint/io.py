@@ -94,6 +94,22 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
             return
         _write(local_path, self._records(checkpoint), take=nullcontext)
 
+    def save_taken(
+        self, checkpoint: dict[str, Any], path: str | Path, *, take: TakeStorage
+    ) -> bool:
+        """Write `checkpoint`, with the memory that `take` gives for each tensor.
+
+        Returns:
+            Whether that can be: False for a remote path, where nothing is done.
+
+        Raises:
+            CheckpointError: The file could not be written.
+        """
+        local_path = _local_path(path)
+        if local_path is not None:
+            _write(local_path, self._records(checkpoint), take=take)
+        return local_path is not None
+
     def _records(self, checkpoint: dict[str, Any]) -> _Records:
         parts: dict[str, Any] = {_ONE_FILE: checkpoint}
         if self.form == "sharded":

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -31,10 +31,11 @@ from roundpipe_lightning.checkpoint.compatibility import (
     reading,
     split_frozen,
 )
-from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO
+from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.device.threads import add_note
+from roundpipe_lightning.engine.update.hosts_update import StatePart
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossMode
 from roundpipe_lightning.optim import HostAdamW
@@ -231,6 +232,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         self._gradient_format: GradientFormat | None = None
         self._resume = ResumePoint()
         self._loaded: dict[str, Any] | None = None
+        self._state_parts: Sequence[StatePart] = ()
         self._has_failed = False
         self._num_threads: int | None = None
         self._is_set_up = False  # the end of background work is certain to be waited for
@@ -631,7 +633,18 @@ class RoundPipeStrategy(OneProcessStrategy):
                 "On several hosts the optimizer's state can be saved while a training runs only: "
                 "by ModelCheckpoint, or in on_train_end. save_checkpoint(weights_only=True) works."
             )
-        return updater.hosts.whole_state(optimizer)
+        state, parts = updater.hosts.whole_state(optimizer, waits=self._may_wait())
+        first = optimizer is self.optimizers[0]
+        self._state_parts = [*(() if first else self._state_parts), *parts]
+        return state
+
+    def _may_wait(self) -> bool:
+        """Whether the optimizers' state may come while it is written: nobody looks at it before."""
+        trainer: Any = self._module.trainer
+        idle = (LightningModule.on_save_checkpoint, Callback.on_save_checkpoint)
+        hooks = (self._module, *trainer.callbacks)
+        looks = any(type(each).on_save_checkpoint not in idle for each in hooks)
+        return type(self.checkpoint_io) is RoundPipeCheckpointIO and not looks
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.join_updates()
@@ -668,15 +681,61 @@ class RoundPipeStrategy(OneProcessStrategy):
                     PREVIOUS_KEY: runtime.previous_parameters(),
                 },
             }
+        io = self.checkpoint_io
+        if self._state_parts and "optimizer_states" in checkpoint:
+            self._save_with_parts(checkpoint, filepath, storage_options)
+            return
         if not self.is_global_zero:  # what was logged has been put together with this one
             return
-        io = self.checkpoint_io
         if not isinstance(io, RoundPipeAsyncCheckpointIO):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
         io.save_checkpoint(checkpoint, filepath, storage_options, steady=self._steady_memory())
         if not self._is_set_up or _some_logger_reads(module.trainer):
             io.wait()
+
+    def _save_with_parts(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+    ) -> None:
+        """Write a checkpoint to which each host brings what it has, when it is to be written."""
+        hosts, parts, self._state_parts = self._hosts, self._state_parts, []
+        updater = None if self._runtime is None else self._runtime.updater
+        updates = None if updater is None else updater.hosts
+        assert hosts is not None
+        assert updates is not None
+        asked: Any = None
+        while not self.is_global_zero:
+            asked = hosts.control.objects(asked)[0]
+            if asked is None:
+                return
+            updates.bring(parts[asked])
+            asked = None
+
+        def bring(number: int) -> None:
+            hosts.control.objects(number)
+            updates.bring(parts[number])
+
+        numbers = {part.values.untyped_storage()._cdata: n for n, part in enumerate(parts)}  # noqa: SLF001 - torch's key for a storage
+
+        @contextlib.contextmanager
+        def take(storage: torch.UntypedStorage) -> Iterator[torch.UntypedStorage]:
+            number = numbers.get(storage._cdata)  # noqa: SLF001
+            if number is not None:
+                bring(number)
+            yield storage
+            if number is not None:
+                storage.resize_(0)  # its memory is free again
+
+        io = cast("RoundPipeCheckpointIO", self.checkpoint_io)
+        try:
+            if storage_options is None and io.save_taken(checkpoint, filepath, take=take):
+                return
+            for number in range(len(parts)):
+                bring(number)
+            io.save_checkpoint(checkpoint, filepath, storage_options)
+        finally:
+            if not hosts.is_closed:
+                hosts.control.objects(None)
 
     def _steady_memory(self) -> list[torch.UntypedStorage]:
         """Memory that only an optimizer step changes; none where a callback changes weights."""

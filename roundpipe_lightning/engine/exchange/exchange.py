@@ -74,6 +74,11 @@ class Exchange:
     def is_divided(self, tensor: Tensor) -> bool:
         return tensor in self._ownership
 
+    def to_first(self, mine: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Give host 0 a tensor, one-dimensional; there, return what each host gave."""
+        given = [mine, *[mine[:0]] * (self.hosts.num - 1)]
+        return self._gradients.submit(self.hosts.gradients.swap, given, sizes).result()
+
     # Steps ---------------------------------------------------------------------------------------
 
     def agree(self, value: Any) -> Sequence[Any]:

@@ -15,6 +15,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -155,28 +156,120 @@ class HostsUpdate:
 
     # In a checkpoint -----------------------------------------------------------------------------
 
-    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's `state_dict()`: with the whole state on host 0, else without any.
+    def whole_state(
+        self, optimizer: Optimizer, *, waits: bool
+    ) -> tuple[dict[str, Any], Sequence[StatePart]]:
+        """Return an optimizer's `state_dict()`: on host 0 the whole state, else none.
 
         Every host calls this. Nothing may be stepped meanwhile.
+
+        Args:
+            optimizer: Of which each host has a part.
+            waits: Whether values may wait until they are written, so that no host needs memory for
+                all of them: then tensors have none before `bring` was called for their parts.
+
+        Returns:
+            The state, and what waits: the same parts on all hosts.
         """
-        whole = copy.copy(optimizer.state)
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        mine = [
+            {key: _described(value) for key, value in optimizer.state.get(p, {}).items()}
+            for p in tensors
+        ]
+        whole, parts = copy.copy(optimizer.state), list[StatePart]()
         whole.clear()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = dict(optimizer.state.get(parameter, {}))
-                is_divided = self._exchange.is_divided(parameter)
-                parts = self._exchange.agree(state) if is_divided else [state]
-                known = [part for part in parts if part]
-                if self._exchange.hosts.rank == 0 and known:
-                    whole[parameter] = {
-                        key: _joined([part[key] for part in known], parameter) for key in known[0]
-                    }
-        mine, optimizer.state = optimizer.state, whole
-        try:
-            return optimizer.state_dict()
-        finally:
-            optimizer.state = mine
+        for parameter, *of_hosts in zip(tensors, *self._exchange.agree(mine), strict=True):
+            if not self._exchange.is_divided(parameter):
+                of_hosts = of_hosts[:1]
+            state: dict[str, Any] = {}
+            for key in next(filter(None, of_hosts), {}):
+                described = [of.get(key) for of in of_hosts]
+                first = next(each for each in described if each is not None)
+                state[key] = first
+                if isinstance(first, _Shape):
+                    parts.append(StatePart.of(optimizer, parameter, key, described))
+                    state[key] = parts[-1].values
+            if state and self._exchange.hosts.rank == 0:
+                whole[parameter] = state
+        for part in () if waits else parts:
+            self.bring(part)
+        form = _state_dict(optimizer, whole)
+        written = {each.data_ptr() for state in form["state"].values() for each in _tensors(state)}
+        if not waits:
+            return form, ()
+        if self._exchange.agree(written >= {part.values.data_ptr() for part in parts})[0]:
+            return form, parts
+        for part in parts:  # it is written in another form, which is made of the values
+            self.bring(part)
+        return _state_dict(optimizer, whole), ()
+
+    def bring(self, part: StatePart) -> None:
+        """Bring values of the optimizer's state to host 0. Every host calls this."""
+        rank, values = self._exchange.hosts.rank, part.values.view(-1)
+        mine = values[:0]
+        if part.sizes[rank]:
+            mine = part.optimizer.state[part.parameter][part.key].detach().reshape(-1)
+        sizes = part.sizes if rank == 0 else [0] * len(part.sizes)
+        taken = self._exchange.to_first(mine, sizes)
+        if rank == 0:
+            values.copy_(torch.cat(list(taken)))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StatePart:
+    """Values of an optimizer's state that hosts have pieces of.
+
+    Attributes:
+        optimizer: Whose state it is.
+        parameter: Of the optimizer.
+        key: Of the state.
+        sizes: Elements that host 0 gets of each host, by rank.
+        values: Host 0's place for them; memory is taken when it is written to.
+    """
+
+    optimizer: Optimizer
+    parameter: Tensor
+    key: str
+    sizes: Sequence[int]
+    values: Tensor
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, parameter: Tensor, key: str, described: Sequence[_Shape | None]
+    ) -> StatePart:
+        sizes = [0 if each is None else each.shape.numel() for each in described]
+        known = [each for each in described if each is not None]
+        shape = known[0].shape
+        if sum(sizes) == parameter.numel():
+            shape = parameter.shape
+        else:  # the same on all that have it
+            first = described.index(known[0])
+            sizes = [size if host == first else 0 for host, size in enumerate(sizes)]
+        values = torch.empty(shape, dtype=known[0].dtype)
+        return cls(optimizer=optimizer, parameter=parameter, key=key, sizes=sizes, values=values)
+
+
+def _described(value: Any) -> Any:
+    is_large = isinstance(value, Tensor) and value.dim()
+    return _Shape(value.shape, value.dtype) if is_large else value
+
+
+def _state_dict(optimizer: Optimizer, state: Any) -> dict[str, Any]:
+    mine, optimizer.state = optimizer.state, state
+    try:
+        return optimizer.state_dict()
+    finally:
+        optimizer.state = mine
+
+
+def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
+    return [value for value in state.values() if isinstance(value, Tensor)]
 
 
 def _values_of(pieces: Mapping[Tensor, Piece], parameter: Tensor) -> Tensor:
@@ -185,15 +278,6 @@ def _values_of(pieces: Mapping[Tensor, Piece], parameter: Tensor) -> Tensor:
 
 def _shaped(values: Tensor, piece: Piece) -> Tensor:
     return values.view(piece.tensor.shape) if piece.is_whole else values
-
-
-def _joined(parts: Sequence[Any], parameter: Tensor) -> Any:
-    """Put a parameter's state together; what is no value per element is the same everywhere."""
-    first = parts[0]
-    if len(parts) == 1 or not isinstance(first, Tensor) or not first.dim():
-        return first
-    is_divided = sum(part.numel() for part in parts) == parameter.numel()
-    return torch.cat(list(parts)).view(parameter.shape) if is_divided else first
 
 
 def _digest(step: CapturedStep) -> str:
