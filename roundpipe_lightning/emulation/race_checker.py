@@ -141,7 +141,8 @@ class ProtocolChecker:
             tick = clock.get(line, 0)
             new = Access(line=line, tick=tick, start=start, stop=stop, writes=writes, what=what)
             for old in memory.accesses:
-                if _collide(old, new) and clock.get(old.line, 0) < old.tick:
+                collide = (old.writes or writes) and old.start < stop and start < old.stop
+                if collide and clock.get(old.line, 0) < old.tick:
                     raise ProtocolError(_message(memory.name, old, new))
             memory.accesses = [old for old in memory.accesses if not _replaces(new, old)]
             memory.accesses.append(new)
@@ -179,10 +180,6 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     last = sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     size, offset = tensor.element_size(), int(tensor.storage_offset())
     return offset * size, (offset + last + 1) * size
-
-
-def _collide(old: Access, new: Access) -> bool:
-    return (old.writes or new.writes) and old.start < new.stop and new.start < old.stop
 
 
 def _replaces(new: Access, old: Access) -> bool:

@@ -111,9 +111,9 @@ class Engine:
         self._upload_dtype = upload_dtype if moves else None
         self._moves = moves
         self._compiler = compiler
-        self._stacks = (stack,) if isinstance(stack, BlockStack) else tuple(stack or ())
-        self._blocks = tuple(block for s in self._stacks for block in s.blocks)
-        self._chain = Chain.from_stacks(self._stacks) if chain is None else chain
+        self.stacks = (stack,) if isinstance(stack, BlockStack) else tuple(stack or ())
+        self._blocks = tuple(block for s in self.stacks for block in s.blocks)
+        self.chain = Chain.from_stacks(self.stacks) if chain is None else chain
         self._devices = tuple(devices)
         if compiler is not None and not all(device.can_compile for device in devices):
             raise ConfigurationError(
@@ -125,16 +125,16 @@ class Engine:
         self._random_lock = threading.Lock()
         self._classes = ViewClasses()
         self.forms = CallForms(trusts_rows=trust_rows)
-        self._plans = PreparedPlans(self._chain)
+        self._plans = PreparedPlans(self.chain)
         self._num_steps = 0
         self._warned_of_unused_stack = False
         self._opened: _Opened | None = None
 
     def _check_plan(self, plan: Plan) -> None:
-        if plan.partition.num_blocks != len(self._chain):
+        if plan.partition.num_blocks != len(self.chain):
             raise PlanError(
                 f"The plan is for {plan.partition.num_blocks} blocks, the module has "
-                f"{len(self._chain)}. Make a new plan (plan='auto')."
+                f"{len(self.chain)}. Make a new plan (plan='auto')."
             )
         if plan.num_workers != len(self._devices):
             raise PlanError(
@@ -157,7 +157,7 @@ class Engine:
                 store.pin(accelerator)
             on_host = sum(device.shares_host_memory for device in self._devices)
             num_threads = resources.enter_context(divided_intra_op_threads(num_workers=on_host))
-            names = {b: n for s in self._stacks for b, n in zip(s.blocks, s.names, strict=True)}
+            names = {b: n for s in self.stacks for b, n in zip(s.blocks, s.names, strict=True)}
             transfers = Transfers(store, devices=self._devices, names=names)
             resources.callback(transfers.close)
             workers = tuple(
@@ -203,14 +203,6 @@ class Engine:
     def staging_bytes(self) -> int:
         return self._open.transfers.host_bytes
 
-    @property
-    def stacks(self) -> tuple[BlockStack, ...]:
-        return self._stacks
-
-    @property
-    def chain(self) -> Chain:
-        return self._chain
-
     def plan_for(self, chain: Chain, plan: Plan) -> None:
         """Run other calls of blocks, by a plan for some number of microbatches, from now on.
 
@@ -218,12 +210,12 @@ class Engine:
             PlanError: If the plan is not for the chain.
         """
         self._open.steps.finish_all()
-        before = self._chain
-        self._chain = chain
+        before = self.chain
+        self.chain = chain
         try:
             self._check_plan(plan)
         except PlanError:
-            self._chain = before
+            self.chain = before
             raise
         self._plan = plan
         self._plans = PreparedPlans(chain)
@@ -304,9 +296,9 @@ class Engine:
         plan, graph, opened = prepared.plan, prepared.graph, self._open
         return StepContext(
             module=self._module,
-            stacks=self._stacks,
-            chain=self._chain,
-            repeated=self._chain.repeated,
+            stacks=self.stacks,
+            chain=self.chain,
+            repeated=self.chain.repeated,
             outside_blocks=opened.store.outside_blocks,
             turns=Turns(graph, before=opened.steps.last_turns),
             workers=opened.workers,
@@ -315,7 +307,7 @@ class Engine:
                 num_microbatches=plan.num_microbatches,
                 num_stages=len(plan.partition.backward),
                 take=opened.store.take_gradients,
-                shared=(*opened.store.shared, *self._chain.repeated),
+                shared=(*opened.store.shared, *self.chain.repeated),
             ),
             draws=StepDraws(self._random_lock),
             compiler=self._compiler,
@@ -359,8 +351,8 @@ class Engine:
         self._open.store.check_blocks()
         evaluation = Evaluation(
             module=self._module,
-            stacks=self._stacks,
-            chain=self._chain,
+            stacks=self.stacks,
+            chain=self.chain,
             plan=self._plan,
             workers=self._open.workers,
             classes=self._classes,
@@ -388,10 +380,10 @@ class Engine:
         return result
 
     def _warn_of_unused_stack(self) -> None:
-        if self._stacks and not self._warned_of_unused_stack:
+        if self.stacks and not self._warned_of_unused_stack:
             self._warned_of_unused_stack = True
             warnings.warn(
-                f"The training step never ran the blocks of {self._stacks[0].name!r} as one chain, "
+                f"The training step never ran the blocks of {self.stacks[0].name!r} as one chain, "
                 "so the module ran as one stage. Name the blocks that it calls one after the other "
                 "with RoundPipeStrategy(blocks=[...]).",
                 category=UnusedStackWarning,

@@ -170,7 +170,7 @@ class Microbatch:
             classes=context.classes,
         )
         whole = user if outside is None else outside
-        self.turns, self._user = turns, user
+        self.turns, self.user = turns, user
 
     @property
     def must_be_waited_for(self) -> bool:
@@ -178,10 +178,10 @@ class Microbatch:
 
     @property
     def has_written(self) -> bool:
-        return self._user.writes.were_any
+        return self.user.writes.were_any
 
     def write_attributes(self) -> None:
-        self._user.writes.tell()
+        self.user.writes.tell()
 
     def execute(self) -> None:
         """Run the user's step and all stages. Called in the microbatch's thread."""
@@ -192,19 +192,19 @@ class Microbatch:
             with (
                 self._context.thread_context(),
                 device.thread_context(),
-                self._user,
+                self.user,
                 memory_explained(self._shortage),
                 torch.set_grad_enabled(self._context.backward),
             ):
                 self._run_step()
-                with self._user.suspended():
+                with self.user.suspended():
                     turns.end_all()
         finally:
             turns.deactivate()
             if self._forward is not None:
                 self._forward.close()
                 self._forward = None
-            self._user.close()
+            self.user.close()
 
     def _shortage(self) -> Shortage:
         turns = self.turns
@@ -221,7 +221,7 @@ class Microbatch:
         context = self._context
         return {
             "turns": self.turns,
-            "user": self._user,
+            "user": self.user,
             "stacks": context.stacks,
             "chain": context.chain,
             "backward": context.backward,
@@ -251,12 +251,12 @@ class Microbatch:
                 "training_step returned a loss that does not require a gradient: no trainable "
                 "parameter took part in it, or it was detached."
             )
-        with self._user.suspended():
+        with self.user.suspended():
             scale = torch.full_like(loss, self._loss_scale, requires_grad=False)
             self._make_backward().run_backward(loss, scale)
 
     def _run_user_code(self, forward: ForwardPass) -> Any:
-        context, user, turns = self._context, self._user, self.turns
+        context, user, turns = self._context, self.user, self.turns
         view = user.open_view(
             [block for stack in context.stacks for block in stack.blocks],
             called=forward.call_block,
@@ -285,7 +285,7 @@ class Microbatch:
         context = self._context
         total: Gradients = {}  # the same parameter on several workers: one sum of all
         sent: set[nn.Parameter] = set()
-        for worker, gradients in self._user.take_gradients().items():
+        for worker, gradients in self.user.take_gradients().items():
             transfers = context.workers[worker].transfers
             if transfers is None:
                 fold(total, gradients)
@@ -308,7 +308,7 @@ class Microbatch:
         plan, workers = self._context.turns.graph.plan, self._context.workers
         leaves: dict[Tensor, tuple[int, nn.Parameter]] = {
             leaf: (worker, parameter)
-            for (worker, parameter), leaf in self._user.leaves.items()
+            for (worker, parameter), leaf in self.user.leaves.items()
             if workers[worker].transfers is not None
             and (parameter in sent or plan.round_size < plan.num_microbatches)
             and parameter.dim() == 2
@@ -321,10 +321,10 @@ class Microbatch:
         """Return the rows of parameters that later gradients may have, where that is known."""
         left: Rows = {}
         for parameter in gradients.keys() & self._context.outside_blocks:
-            leaves = self._user.leaves_of(parameter)
+            leaves = self.user.leaves_of(parameter)
             uses = list(rows_to_come(rest, leaves).values())
             rows = [some for some in uses if len(some)]
-            on_host = all(self._user.owner_of(some).shares_host_memory for some in rows)
+            on_host = all(self.user.owner_of(some).shares_host_memory for some in rows)
             if len(uses) == len(leaves) and on_host:
                 left[parameter] = torch.cat(rows) if rows else uses[0]
         return left
@@ -338,15 +338,15 @@ class Microbatch:
                 sent[id(tensor)] = self._host_copy(tensor)
             return sent[id(tensor)]
 
-        with self._user.suspended():
+        with self.user.suspended():
             self.output = map_tensors(send, output)
             self.loss = None if loss is None else send(loss)
 
     def _host_copy(self, tensor: Tensor) -> Tensor:
-        worker = self._user.worker_of(tensor)
+        worker = self.user.worker_of(tensor)
         transfers = None if worker is None else worker.transfers
         if worker is None or transfers is None or tensor.layout is not torch.strided:
-            device = self._user.owner_of(tensor)  # perhaps not that of the last action
+            device = self.user.owner_of(tensor)  # perhaps not that of the last action
             with noted(f"the outcome of microbatch {self._index} on {device.name}"):
                 return device.download(tensor)
         # Not the end of the turn there: the user's code may have written into it since.
@@ -373,10 +373,6 @@ class Driver(Microbatch):
         return DriverForward(
             **self._forward_arguments(), board=self.board, forms=self._context.forms
         )
-
-    @property
-    def user(self) -> UserCode:
-        return self._user
 
     def _make_backward(self) -> BackwardPass:
         assert isinstance(self._forward, DriverForward)
@@ -407,7 +403,7 @@ class Piece(Microbatch):
         forward = PieceForward(**self._forward_arguments(), piece=index)
         self._forward = board.forwards[index] = forward
         backward = PieceBackward(forward, collect=lambda rest: None)
-        with self._user.suspended():
+        with self.user.suspended():
             for entry in board.entries(index):
                 match entry:
                     case PostedCall():

@@ -45,7 +45,7 @@ class BlockCompiler:
         self._backend = backend
         self._lock = threading.Lock()
         self._kinds: dict[Any, Callable[..., Any]] = {}
-        self._left: dict[str, str] = {}
+        self.left_as_they_are: dict[str, str] = {}
         self._drawing: set[str] = set()
         self._known = False
 
@@ -53,15 +53,11 @@ class BlockCompiler:
     def num_kinds(self) -> int:
         return len(self._kinds)
 
-    @property
-    def left_as_they_are(self) -> Mapping[str, str]:
-        return self._left
-
     # ------------------------------------------------------------------------- what is found out
 
     def exclude(self, name: str, reason: str) -> None:
         with self._lock:
-            self._left.setdefault(name, reason)
+            self.left_as_they_are.setdefault(name, reason)
 
     def add_drawing(self, name: str) -> None:
         with self._lock:
@@ -71,18 +67,18 @@ class BlockCompiler:
         self._known = True
 
     def compiles(self, name: str) -> bool:
-        return self._known and name not in self._left
+        return self._known and name not in self.left_as_they_are
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "known": self._known,
-            "left": dict(self._left),
+            "left": dict(self.left_as_they_are),
             "drawing": sorted(self._drawing),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._known = bool(state["known"])
-        self._left = dict(state["left"])
+        self.left_as_they_are = dict(state["left"])
         self._drawing = set(state["drawing"])
 
     # ----------------------------------------------------------------------------------- running

@@ -229,7 +229,7 @@ class RandomStream:
         self._seed = mix(step_seed, microbatch)
         self._generators = generators
         self._place = mix(self._seed, 0)
-        self._draws = 0
+        self.num_draws = 0
         self._block: int | None = None
         self._given_states: dict[tuple[int, int], bytes] = {}
         self._own = OwnGenerators()
@@ -252,25 +252,21 @@ class RandomStream:
                 "recompute would see others. Turn it off (for transformers models "
                 "`gradient_checkpointing_disable()`): the engine recomputes blocks already."
             )
-        self._draws += 1
+        self.num_draws += 1
         given = kwargs.get("generator")
         if given is not None:
             self._step_draws.num_draws += 1
             self._check_given(given)
             return func(*args, **kwargs)
-        seed = mix(self._place, self._draws)
+        seed = mix(self._place, self.num_draws)
         result = self._own.call(func, args, kwargs, seed=seed)
         if result is NotImplemented:
             result = self._step_draws.draw(seed, self._generators(), lambda: func(*args, **kwargs))
         return result
 
-    @property
-    def num_draws(self) -> int:
-        return self._draws
-
     def draw_all(self, call: Callable[[], Any]) -> Any:
-        self._draws += 1
-        seed = mix(self._place, self._draws)
+        self.num_draws += 1
+        seed = mix(self._place, self.num_draws)
         return self._step_draws.draw(seed, self._generators(), call)
 
     def _check_given(self, generator: torch.Generator) -> None:
@@ -278,7 +274,7 @@ class RandomStream:
         if self._block is None:
             return
         state = generator.get_state().numpy().tobytes()
-        if self._given_states.setdefault((self._block, self._draws), state) != state:
+        if self._given_states.setdefault((self._block, self.num_draws), state) != state:
             raise RandomnessError(
                 "A block draws from a torch.Generator that its forward pass has moved on, so the "
                 "recompute would see other numbers. Draw without `generator=` (the engine then "
@@ -288,9 +284,9 @@ class RandomStream:
     @contextmanager
     def block(self, index: int) -> Iterator[None]:
         """Draw as block `index` until the end of the context, always the same numbers."""
-        outer = self._place, self._draws, self._block
-        self._place, self._draws, self._block = mix(self._seed, 1, index), 0, index
+        outer = self._place, self.num_draws, self._block
+        self._place, self.num_draws, self._block = mix(self._seed, 1, index), 0, index
         try:
             yield
         finally:
-            self._place, self._draws, self._block = outer
+            self._place, self.num_draws, self._block = outer

@@ -388,11 +388,7 @@ class ViewMaker:
         # By identity: the hash of a metric changes with its state. The original is kept alive.
         self._stand_ins: dict[int, tuple[nn.Module, nn.Module]] = {}
         self._to_stand_in: dict[int, Callable[[], nn.Module]] = {}
-        self._made: dict[nn.Module, nn.Module] = {}
-
-    @property
-    def made(self) -> Mapping[nn.Module, nn.Module]:
-        return self._made
+        self.made: dict[nn.Module, nn.Module] = {}
 
     def add_stand_ins(self, stand_ins: Mapping[nn.Module, nn.Module]) -> None:
         self._stand_ins.update({id(module): (module, other) for module, other in stand_ins.items()})
@@ -412,11 +408,11 @@ class ViewMaker:
             self._stand_ins[key] = (module, self._to_stand_in.pop(key)())
         if key in self._stand_ins:
             return self._stand_ins[key][1]
-        if module not in self._made:
+        if module not in self.made:
             view: Any = object.__new__(self._classes.class_for(type(module), *extra))
-            self._made[module] = view
+            self.made[module] = view
             self.fill(view, module)
-        return self._made[module]
+        return self.made[module]
 
     def rebound(self, value: Any, holder: nn.Module) -> Any:
         """Return a method of a module below `holder`, which keeps it, bound to that one's view."""
@@ -425,17 +421,17 @@ class ViewMaker:
         owner = value.__self__
         if not isinstance(owner, nn.Module) or _is_view(owner):
             return value
-        if owner not in self._made and all(owner is not module for module in holder.modules()):
+        if owner not in self.made and all(owner is not module for module in holder.modules()):
             return value
         return types.MethodType(value.__func__, self.view_of(owner))
 
     def close(self) -> None:
         """Forget all views: they refer to their maker, and would live until the next collection."""
         others = [stand_in for _, stand_in in self._stand_ins.values()]
-        for view in (*self._made.values(), *others):
+        for view in (*self.made.values(), *others):
             if isinstance(view, View):
                 view.__dict__.clear()
-        self._made.clear()
+        self.made.clear()
         self._stand_ins.clear()
         self._to_stand_in.clear()
         del self._parameter, self._buffer, self._write

@@ -31,17 +31,13 @@ class WeightVersions:
 
     def __init__(self, *, previous: bool) -> None:
         self._changed = threading.Condition()
-        self._previous = previous
+        self.previous = previous
         self._num_reading = {False: 0, True: 0}  # by whether from the copy
-
-    @property
-    def previous(self) -> bool:
-        return self._previous
 
     def begin_reading(self) -> tuple[bool, Callable[[], None]]:
         """Return whether to read the copy, and what to call when the reading is over."""
         with self._changed:
-            previous = self._previous
+            previous = self.previous
             self._num_reading[previous] += 1
         return previous, partial(self._end_reading, previous=previous)
 
@@ -73,5 +69,5 @@ class WeightVersions:
 
     def switch(self) -> None:
         with self._changed:
-            self._previous = True
+            self.previous = True
             self._changed.wait_for(lambda: not self._num_reading[False])

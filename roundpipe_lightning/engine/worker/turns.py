@@ -106,7 +106,7 @@ class Turns:
             if self._left[key]:
                 gate.acquire()
         self._mutex = threading.Lock()
-        self._aborted = False
+        self.is_aborted = False
         self._begun: dict[ActionKey, float] = {}  # by `monotonic`
         self._ended: set[ActionKey] = set()
         self._callbacks: dict[ActionKey, list[Callable[[], None]]] = {}
@@ -121,7 +121,7 @@ class Turns:
     def _worker_is_free(self, key: ActionKey) -> None:
         with self._mutex:
             self._left[key] -= 1
-            if not self._left[key] and not self._aborted:
+            if not self._left[key] and not self.is_aborted:
                 self._gates[key].release()
 
     def call_at_end(self, key: ActionKey, callback: Callable[[], None]) -> None:
@@ -134,7 +134,7 @@ class Turns:
     def begin(self, action: Action) -> None:
         """Wait until it is the action's turn; StepAborted if the step has failed elsewhere."""
         self._gates[action.key].acquire()
-        if self._aborted:
+        if self.is_aborted:
             raise StepAborted
         with self._mutex:
             self._begun[action.key] = monotonic()
@@ -143,7 +143,7 @@ class Turns:
         """Give the worker to its next action, and open the gates of the dependents."""
         with self._mutex:
             self._ended.add(action.key)
-            if self._aborted:
+            if self.is_aborted:
                 return
             for key in self.graph.opens[action.key]:
                 self._left[key] -= 1
@@ -155,16 +155,12 @@ class Turns:
 
     def abort(self) -> None:
         with self._mutex:
-            if self._aborted:
+            if self.is_aborted:
                 return
-            self._aborted = True
+            self.is_aborted = True
             for key, left in self._left.items():
                 if left:
                     self._gates[key].release()
-
-    @property
-    def is_aborted(self) -> bool:
-        return self._aborted
 
     @property
     def num_events(self) -> int:

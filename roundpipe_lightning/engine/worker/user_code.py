@@ -128,7 +128,7 @@ class UserCode(TorchFunctionMode):
         self._resident: ResidentBlocks | None = None
         self._masters = frozenset(map(id, module.parameters()))  # hashes of tensors are slow
         self._gathers = False
-        self._leaves: dict[tuple[int, nn.Parameter], nn.Parameter] = {}
+        self.leaves: dict[tuple[int, nn.Parameter], nn.Parameter] = {}
         self._streamed: set[nn.Parameter] = set()
         self._buffers: dict[int, PlacedBuffers] = {}
         self.maker = ViewMaker(
@@ -159,12 +159,12 @@ class UserCode(TorchFunctionMode):
     def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
         worker = self._worker()
         key = (worker.index, parameter)
-        if key not in self._leaves:
+        if key not in self.leaves:
             with self.suspended():
                 values = worker.outside(parameter)
                 worker.renew(parameter, values)
-                self._leaves[key] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        return self._leaves[key]
+                self.leaves[key] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        return self.leaves[key]
 
     def _leaf_to_write(self, parameter: nn.Parameter) -> nn.Parameter:
         self.before_write()
@@ -197,7 +197,7 @@ class UserCode(TorchFunctionMode):
 
     @property
     def used_parameters(self) -> set[nn.Parameter]:
-        return {parameter for _, parameter in self._leaves} | self._streamed
+        return {parameter for _, parameter in self.leaves} | self._streamed
 
     def note_streamed(self, block: nn.Module) -> None:
         self._streamed.update(block.parameters())
@@ -208,7 +208,7 @@ class UserCode(TorchFunctionMode):
         Raises:
             ConfigurationError: Naming it. Its gradient would be missing.
         """
-        for (_, parameter), leaf in self._leaves.items():
+        for (_, parameter), leaf in self.leaves.items():
             if leaf.requires_grad and not parameter.requires_grad:
                 name = self._name_of(parameter)
                 raise ConfigurationError(
@@ -231,19 +231,19 @@ class UserCode(TorchFunctionMode):
             if written:
                 self.before_write()
             for leaf in written:
-                known = (key for key, value in self._leaves.items() if value is leaf)
+                known = (key for key, value in self.leaves.items() if value is leaf)
                 index, parameter = next(known, (0, leaf))
                 worker = self._workers[index]
                 if not self.may_write or (
                     id(parameter) in self._masters and not worker.rewrite(parameter, leaf)
                 ):
                     self._refuse_write(leaf)
-                for (other, master), stale in self._leaves.items():
+                for (other, master), stale in self.leaves.items():
                     if master is parameter and stale is not leaf:
                         self._workers[other].renew(parameter, stale.data)
 
     def _refuse_write(self, written: Tensor) -> None:
-        originals = (p for (_, p), leaf in self._leaves.items() if leaf is written)
+        originals = (p for (_, p), leaf in self.leaves.items() if leaf is written)
         parameter = next(originals, written)
         if id(parameter) in self._masters:  # not of a module that the step has made
             refuse_write(self._name_of(parameter))
@@ -254,24 +254,20 @@ class UserCode(TorchFunctionMode):
     def take_gradients(self) -> dict[int, Gradients]:
         """Take the gradients of all leaves from them, by the number of the worker."""
         found: dict[int, Gradients] = {}
-        for (worker, parameter), leaf in self._leaves.items():
+        for (worker, parameter), leaf in self.leaves.items():
             if leaf.grad is not None:
                 found.setdefault(worker, {})[parameter] = leaf.grad
                 leaf.grad = None
         return found
 
-    @property
-    def leaves(self) -> Mapping[tuple[int, nn.Parameter], nn.Parameter]:
-        return self._leaves
-
     def leaves_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
-        return [leaf for (_, known), leaf in self._leaves.items() if known is parameter]
+        return [leaf for (_, known), leaf in self.leaves.items() if known is parameter]
 
     def close(self) -> None:
         """Break the circles of references, so that memory is free at once. Nothing works after."""
         self._classes.end_swaps()
         self.maker.close()
-        self._leaves.clear()
+        self.leaves.clear()
         self._buffers.clear()
         self._streamed.clear()
         self.side_outputs.clear()

@@ -85,11 +85,6 @@ def simulate(
     ).timeline()
 
 
-def _tails(action: Action, joined: int) -> int:
-    """Return for how many microbatches an action of the FUSED stage runs the tail segment."""
-    return 0 if action.microbatch % joined else joined
-
-
 @dataclass(eq=False, slots=True)
 class _TimedRun:
     """A run of actions of one stage on one worker, and what travels for it.
@@ -326,7 +321,9 @@ class Simulation:
         if gradient is None or worker.num_uploaded <= worker.run:
             return
         waiting = run.waiting_seconds(start, gradient)
-        seconds = run.seconds * _tails(action, run.joined) if run.joined else run.seconds
+        seconds = run.seconds
+        if run.joined:  # the tail segment runs in the first microbatch's action, for all of them
+            seconds *= 0 if action.microbatch % run.joined else run.joined
         end = start + seconds + waiting
         worker.computing = True
         heapq.heappush(self._ends, (end, index))
