@@ -56,18 +56,7 @@ def export(config: DictConfig) -> Path:
     check_replaceable(folder, overwrite=options.overwrite)
     if config.push_to_hub is not None:
         make_repository(config.push_to_hub)
-    given = _with_run(config, checkpoint)
-    if checkpoint is None:
-        module = _build_module(given)
-    else:  # its tensors stay in their files until they are written
-        content = read_checkpoint(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-        check_versions(content, path=checkpoint, newest=CHECKPOINT_VERSION)
-        module = _build_module(given, has_base=not left_out(content))
-        load_state(module, content, strict=True, assign=True)
-        for part in module.modules():
-            if hasattr(part, "tie_weights"):  # a model of transformers
-                tie_weights: Any = part.tie_weights
-                tie_weights()
+    module = trained_module(config, checkpoint)
     export_pretrained(find_pretrained(module, config.name), folder, options=options)
     run = None if checkpoint is None else run_folder(checkpoint)
     if run is not None:
@@ -75,6 +64,26 @@ def export(config: DictConfig) -> Path:
     if config.push_to_hub is not None:
         sys.stdout.write(f"{push_folder(folder, config.push_to_hub)}\n")
     return folder
+
+
+def trained_module(config: DictConfig, checkpoint: Path | None) -> LightningModule:
+    """The module of a checkpoint, whose tensors stay in its file; None: of published weights.
+
+    Raises:
+        RoundPipeError: The configuration cannot work, or the checkpoint is of another model.
+    """
+    given = _with_run(config, checkpoint)
+    if checkpoint is None:
+        return _build_module(given)
+    content = read_checkpoint(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    check_versions(content, path=checkpoint, newest=CHECKPOINT_VERSION)
+    module = _build_module(given, has_base=not left_out(content))
+    load_state(module, content, strict=True, assign=True)
+    for part in module.modules():
+        if hasattr(part, "tie_weights"):  # a model of transformers
+            tie_weights: Any = part.tie_weights
+            tie_weights()
+    return module
 
 
 def _output_folder(config: DictConfig, checkpoint: Path | None) -> Path:

@@ -93,6 +93,24 @@ def draw_weights(module: nn.Module, *, seed: int) -> None:
                 reset()
 
 
+def draw_buffers(module: nn.Module) -> None:
+    """Compute the buffers of transformers' models that no checkpoint has (rotary frequencies)."""
+    from transformers import PreTrainedModel
+
+    unsaved = [tensor for tensor in module.buffers() if tensor.is_meta]
+    kept = {id(tensor) for tensor in (*module.parameters(), *module.buffers())} - set(
+        map(id, unsaved)
+    )
+    _materialize(module)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if id(tensor) in kept:
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined] # noqa: SLF001 - its mark
+    for model in module.modules() if unsaved else ():
+        if isinstance(model, PreTrainedModel):
+            model.init_weights()
+            return
+
+
 def shape_differences(
     wanted: Mapping[str, Tensor], found: Mapping[str, Any], *, may_lack: Collection[str] = ()
 ) -> list[str]:

@@ -91,6 +91,13 @@ class Adapters:
             yield
 
 
+def saved_adapters(folder: str) -> Adapters:
+    """The adapters that are saved in a folder."""
+    import peft
+
+    return Adapters(config=peft.PeftConfig.from_pretrained(folder), adapter=folder)
+
+
 def peft_config(target: str, settings: Mapping[str, Any]) -> PeftConfig:
     """Make a configuration of peft from the words of a configuration file.
 
