@@ -115,15 +115,22 @@ class Step:
         self._tasks: TeamTasks | None = None
         self._result: StepResult | None = None
 
-    def outputs(self) -> StepOutputs:
+    def returned(self) -> StepOutputs:
         """Wait until the user's step has returned for all microbatches, and earlier steps ended.
 
-        The step goes on: other steps may begin, as long as no parameter changes. It is waited for
-        to its end where that could be noticed (docs/engine.md).
+        The step goes on, and nothing may be done meanwhile that it could notice.
 
         Raises:
             WatchdogError: If it makes no progress.
             Exception: What the user's code or a copy has raised, with a note that says where.
+        """
+        self._steps.await_outputs(self)
+        return StepOutputs(outputs=self._outputs, losses=self._losses)
+
+    def outputs(self) -> StepOutputs:
+        """Wait as `returned` does. Other steps may begin then, as long as no parameter changes.
+
+        The step is waited for to its end where that could be noticed (docs/engine.md).
         """
         if not self._waits_for_end:
             self._steps.await_outputs(self)

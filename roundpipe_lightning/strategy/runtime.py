@@ -174,6 +174,7 @@ class PipelineRuntime:
             and (self.is_stale or overlaps_on_host or not self._on_host or hosts is not None)
         )
         self.updater: Updater | None = None
+        self._begin_update: Callable[[Updater], None] | None = None
         self.defers_update = False
         self.watch: ParameterWatch | None = None
         self.spent: Sequence[Tensor] = ()
@@ -219,7 +220,17 @@ class PipelineRuntime:
             self._previous = {}
             if self.watch is not None:
                 self.watch.count_uses()
+            begin, self._begin_update = self._begin_update, None
+            if begin is not None:
+                begin(self.updater)
         return engine
+
+    def begin_update(self, begin: Callable[[Updater], None]) -> None:
+        """Begin an update before its gradients come; of the first batch when the engine opens."""
+        if self.updater is None:
+            self._begin_update = begin
+        else:
+            begin(self.updater)
 
     @property
     def blocks(self) -> dict[str, nn.Module]:
@@ -312,24 +323,16 @@ class PipelineRuntime:
             )
             cut.notes = self.hosts is not None
             try:
-                present, known, calls = self._run(cut, arguments, trains=trains)
+                present, known, calls, whole = self._run(cut, arguments, trains=trains)
             except StepModeError as error:
                 if not self._choice.falls_back(batch, error):
                     raise
                 continue
             break
         self._choice.tell(cut)
-        hosts, size, output = self.hosts, None, known.outputs[0]
+        size, output = None, known.outputs[0]
         logged, shares, losses = calls, cut.shares, list(known.losses)
-        if hosts is not None:
-            part = HostPart.of(
-                cut,
-                losses,
-                logged,
-                batch_number=self._batch_number,
-                is_asked=hosts.is_asked_to_stop,
-            )
-            whole = GlobalBatch(part, hosts)
+        if whole is not None:
             present.weigh(whole.share)
             logged, size = whole.logged, whole.num_rows
             shares, losses = whole.shares, whole.losses
@@ -341,7 +344,7 @@ class PipelineRuntime:
                 losses=losses,
                 log=self._module.log,
                 batch_size=size,
-                syncs=hosts is not None,
+                syncs=whole is not None,
             )
         if len(cut.parts) > 1:
             output = loss
@@ -361,7 +364,11 @@ class PipelineRuntime:
 
     def _run(
         self, cut: MicrobatchedBatch, arguments: Sequence[Any], *, trains: bool
-    ) -> tuple[InFlightBatch, StepOutputs, Sequence[Sequence[LogCall]]]:
+    ) -> tuple[InFlightBatch, StepOutputs, Sequence[Sequence[LogCall]], GlobalBatch | None]:
+        """Run the parts of a batch until the user's steps have returned, or to the end.
+
+        Other hosts are told of it as soon as the user's steps have returned.
+        """
         is_one = len(cut.parts) == 1
         hosts = self.hosts
         if hosts is not None:
@@ -416,10 +423,39 @@ class PipelineRuntime:
                 with suppress(Exception):
                     step.result()
                 raise
+            logged: Sequence[Sequence[LogCall]] = calls
+            whole = None
+            if hosts is not None:
+                known = step.returned()
+                if not is_one:
+                    logged = [part["logged"] for part in known.outputs]
+                whole = self._joined(cut, known, logged, hosts)
             known = step.outputs() if overlaps else step.result()
         size = sum(map(num_values, cut.parts))
         present = InFlightBatch(step, planned=planned, num_values=size, backward_scale=scale)
-        return present, known, calls if is_one else [part["logged"] for part in known.outputs]
+        if not is_one:
+            logged = [part["logged"] for part in known.outputs]
+        return present, known, logged, whole
+
+    def _joined(
+        self,
+        cut: MicrobatchedBatch,
+        known: StepOutputs,
+        logged: Sequence[Sequence[LogCall]],
+        hosts: Hosts,
+    ) -> GlobalBatch:
+        """Put a batch together with what other hosts have of it; gradients may leave then."""
+        part = HostPart.of(
+            cut,
+            list(known.losses),
+            logged,
+            batch_number=self._batch_number,
+            is_asked=hosts.is_asked_to_stop,
+        )
+        whole = GlobalBatch(part, hosts)
+        if self.updater is not None:
+            self.updater.weigh(whole.share)
+        return whole
 
     @property
     def _batch_number(self) -> int:

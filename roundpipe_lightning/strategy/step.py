@@ -232,7 +232,7 @@ def loss_with_gradients(
             raise RuntimeError(_TWICE)
         own = held.pop()
         ratio = arriving / torch.full_like(arriving, backward_scale)
-        return own if ratio.item() == 1.0 else tuple(g * ratio.to(g.dtype) for g in own)
+        return own if ratio.item() == 1.0 else tuple(g * ratio.item() for g in own)
 
     return _attach(take, loss, *gradients)
 

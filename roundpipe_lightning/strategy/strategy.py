@@ -466,7 +466,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         """Let the last step end; what the optimizer raises besides is not the cause."""
         self._has_failed = True
         if self._hosts is not None:  # nobody is waited for: others cannot know of the error
-            self._hosts.close(f"raised {type(exception).__name__}: {exception}")
+            self._hosts.close(exception)
         with contextlib.suppress(Exception):
             self.join_updates()
         super().on_exception(exception)

@@ -209,7 +209,7 @@ def test_an_error_of_an_early_update_is_raised_once() -> None:
         optimizer = optimizer_of(module)
         updater.begin(optimizer)
         step(engine)
-        num_updated = updater.abandon()
+        num_updated = updater.abandon(RuntimeError())
         assert num_updated == sum(1 for _ in module.layers.parameters())
         with pytest.raises(RuntimeError, match=r"layers\.1") as caught:
             updater.join()
@@ -248,7 +248,7 @@ def test_gradients_of_a_step_that_failed_are_not_of_the_next_one(
             engine.begin_step(
                 regression_batches(NUM_MICROBATCHES), call, loss_scales=[9.0, 9.0]
             ).result()
-        updater.abandon()
+        updater.abandon(RuntimeError())
         optimizer = optimizer_of(module)
         updater.begin(optimizer)
         begun_again.set()
@@ -272,7 +272,7 @@ def test_nobody_reads_a_block_before_all_its_parts_are_updated() -> None:
         optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
         updater.begin(optimizer)
         assert store.take_gradients is not None
-        store.take_gradients({layer.inner.weight: torch.ones_like(layer.inner.weight)})
+        store.take_gradients({layer.inner.weight: torch.ones_like(layer.inner.weight)}, ())
         layer.outer.weight.grad = torch.ones_like(layer.outer.weight)
         updater.submit(optimizer)
         [event] = store.updates_of(layer.parameters())

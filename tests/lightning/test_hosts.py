@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +25,15 @@ from torch.utils.data import DataLoader, Sampler
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.cli.callbacks import GracefulInterrupt, LastCheckpoint
+from roundpipe_lightning.engine.exchange import exchange
+from roundpipe_lightning.engine.exchange.ranges import write_range
 from roundpipe_lightning.errors import ConfigurationError, HostError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.hosts import run_on_hosts
 from tests.kit.training import (
     QUIET,
+    Block,
     LanguageModel,
     PaddedSequences,
     Regressor,
@@ -177,6 +181,64 @@ def test_numbers_of_one_host(tmp_path: Path, num: int, expected: dict[str, Any])
         assert difference(seen["sgd"]["parameters"], seen["sgd again"]["parameters"]) == 0
 
 
+# Overlap -----------------------------------------------------------------------------------------
+
+_SECONDS = 60.0  # none of it is waited for, but where something is broken
+_summed, _entered = threading.Event(), threading.Event()
+
+
+class Waiting(Block):
+    """Waits in its backward pass for the sums of others; says when it runs forward again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _summed.is_set():
+            _entered.set()
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(self._wait)
+        return y
+
+    @staticmethod
+    def _wait(gradient: Tensor) -> None:
+        planned = gradient.is_meta  # not a step
+        assert planned or _summed.wait(_SECONDS), "no gradients leave during the backward pass"
+
+
+def train_waiting(rank: int, folder: Path, flags: dict[str, Any]) -> int:
+    """Train two steps that end only if the exchange goes on beside both passes."""
+    num_written, plain_added = 0, exchange._added
+
+    def added(terms: Sequence[Tensor]) -> Tensor:
+        _summed.set()
+        return plain_added(terms)
+
+    def written(values: Sequence[Tensor], elements: slice, new: Tensor) -> None:
+        nonlocal num_written
+        num_written += 1
+        if num_written == len(module.layers) + 2:  # the last unit of the first step
+            assert _entered.wait(_SECONDS), "the first block waits for the last one's values"
+        write_range(values, elements, new)
+
+    torch.manual_seed(3)
+    module = Regressor(num_blocks=4)
+    module.layers[0] = Waiting()
+    strategy = RoundPipeStrategy(
+        timeout_seconds=_SECONDS,
+        num_microbatches=2,
+        hints={"forward": (1, 1, 1), "backward": (1, 1, 1, 1)},
+    )
+    trainer = make_trainer(folder, strategy=strategy, num_nodes=2, max_steps=2, **flags)
+    with mock.patch.multiple(exchange, _added=added, write_range=written):
+        trainer.fit(module, regression_data(24, batch_size=6))
+    return num_written
+
+
+@pytest.mark.parametrize("flags", [{}, {"gradient_clip_val": 0.1}], ids=["plain", "clipped"])
+def test_hosts_exchange_beside_both_passes(tmp_path: Path, flags: dict[str, Any]) -> None:
+    for seen in run_on_hosts(2, train_waiting, tmp_path, flags):
+        assert seen == 12
+
+
 # Faults ------------------------------------------------------------------------------------------
 
 Lies: TypeAlias = dict[str, tuple[Case, str, Any]]
@@ -199,6 +261,11 @@ def _nothing(*_: Any) -> None:
     """Lose a chunk of what came."""
 
 
+def _swapped(values: Sequence[Tensor], elements: slice, new: Tensor) -> None:
+    """Write what came to other places."""
+    write_range(values, elements, new.roll(len(new) // 2))
+
+
 def _equal_shares(counts: Sequence[float]) -> list[float]:
     return [1 / len(counts)] * len(counts)
 
@@ -206,6 +273,7 @@ def _equal_shares(counts: Sequence[float]) -> list[float]:
 LIES: Lies = {
     "a host's gradients lost": (Case(), "engine.exchange.exchange._added", _first_of),
     "new values lost": (Case(), "engine.exchange.exchange.write_range", _nothing),
+    "new values swapped": (Case(), "engine.exchange.exchange.write_range", _swapped),
     "a plain mean": (Case(padded=True), "strategy.hosts.global_batch.shares_of", _equal_shares),
 }
 

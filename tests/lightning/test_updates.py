@@ -161,9 +161,9 @@ class _Early:
         self.num_begun = self.num_taken = 0
         begin, submit = Updater.begin, Updater.submit
 
-        def counted(updater: Updater, optimizer: Optimizer) -> None:
+        def counted(updater: Updater, optimizer: Optimizer, **options: Any) -> None:
             self.num_begun += 1
-            begin(updater, optimizer)
+            begin(updater, optimizer, **options)
 
         def recording(updater: Updater, optimizer: Optimizer, **options: Any) -> Any:
             taken = submit(updater, optimizer, **options)
@@ -269,8 +269,8 @@ def test_a_step_that_fails_half_way_says_so(
     taken = threading.Event()
     take = Updater._take
 
-    def recording(updater: Updater, gradients: Any) -> Any:
-        found = take(updater, gradients)
+    def recording(updater: Updater, gradients: Any, elsewhere: Any) -> Any:
+        found = take(updater, gradients, elsewhere)
         if module.trainer.global_step == 1:
             taken.set()
         return found

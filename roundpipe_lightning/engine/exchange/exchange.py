@@ -7,21 +7,23 @@ host 2   gradients of b0 ─┘                   sum, step ───┘
 ```
 
 Sums are made by the owner in the order of the hosts, so they have the same bits run after run.
-(gloo's own `reduce_scatter` sends everything twice, and adds in another order.) Blocks go one after
-the other, in the same order on all hosts; while one is stepped, the gradients of the next ones and
-the new values of those before travel, in two threads with a group each.
+(gloo's own `reduce_scatter` sends everything twice, and adds in another order.) Gradients and new
+values travel in two threads with a group each, in chunks: while one is on the wire, the next is
+packed and the one before is added up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.exchange.hosts import Hosts
+from roundpipe_lightning.engine.exchange.hosts import Hosts, Taken
 from roundpipe_lightning.engine.exchange.ranges import (
     Ownership,
     Piece,
@@ -33,6 +35,35 @@ from roundpipe_lightning.engine.store.block_layout import gradient_dtype
 from roundpipe_lightning.errors import ConfigurationError
 
 _CHUNK_BYTES = 2**23
+
+Elements: TypeAlias = Sequence[slice]
+"""A range of what each host owns, by rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """A host's part of the gradients of some parameters.
+
+    Attributes:
+        gradients: By parameter, of their shapes; missing ones count as zeros.
+        share: They are multiplied by it.
+    """
+
+    gradients: Mapping[Tensor, Tensor]
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """Gradients of some parameters, added up.
+
+    Attributes:
+        present: Parameters of which some host has a gradient.
+        owned: The sums of what this host owns, one-dimensional, by parameter.
+    """
+
+    present: Sequence[Tensor]
+    owned: Mapping[Tensor, Tensor]
 
 
 class Exchange:
@@ -85,28 +116,23 @@ class Exchange:
         """Return every host's object, by rank; not while gradients travel."""
         return self._gradients.submit(self.hosts.gradients.objects, value).result()
 
-    def sum(
-        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
-    ) -> Future[dict[Tensor, Tensor]]:
-        """Begin to add up gradients over the hosts.
+    def sum(self, tensors: Sequence[Tensor], given: Callable[[], Given]) -> Future[Sums]:
+        """Begin to add up gradients over the hosts. Calls come in the same order on all hosts.
 
         Args:
             tensors: Parameters of a block, the same on all hosts.
-            gradients: This host's, of their shapes; None counts as zeros.
-
-        Returns:
-            The sums of what this host owns, one-dimensional, by parameter.
+            given: Called in the thread of the gradients: waits for those of this host.
         """
-        return self._gradients.submit(self._sum, tensors, gradients)
+        return self._gradients.submit(self._sum, tensors, given)
 
-    def gather(self, tensors: Sequence[Tensor], then: Callable[[], None]) -> Future[None]:
-        """Begin to bring every owner's values into all hosts' parameters.
+    def gather(self, values: Mapping[Tensor, Tensor], then: Callable[[], None]) -> Future[None]:
+        """Begin to bring every owner's values to all hosts. Calls come in the same order on all.
 
         Args:
-            tensors: Parameters of a block, the same on all hosts; what this host owns is new.
+            values: By parameter, of its shape: what its owners have is new.
             then: Called when all is.
         """
-        return self._weights.submit(self._gather, tensors, then)
+        return self._weights.submit(self._gather, values, then)
 
     def close(self) -> None:
         """End the threads, when what travels has arrived or is given up (`Hosts.close`)."""
@@ -115,46 +141,62 @@ class Exchange:
 
     # In their threads ----------------------------------------------------------------------------
 
-    def _sum(
-        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
-    ) -> dict[Tensor, Tensor]:
-        rank, sums = self.hosts.rank, dict[Tensor, Tensor]()
-        given = dict(zip(tensors, gradients, strict=True))
-        for members, dtype in _by_dtype(tensors, gradient_dtype):
-            of_hosts = [self._pieces(members, host) for host in range(self.hosts.num)]
-            values = [
-                [_values_of(piece, given[piece.tensor], dtype) for piece in of] for of in of_hosts
-            ]
-            mine = torch.empty(sum(piece.size for piece in of_hosts[rank]), dtype=dtype)
-            for elements in self._chunks(of_hosts, dtype):
-                sent = []
-                for host, some in enumerate(values):
-                    part = torch.empty(_length(elements[host]), dtype=dtype)
-                    copy_range(some, elements[host], part)
-                    sent.append(part)
-                count = _length(elements[rank])
-                taken = self.hosts.gradients.swap(sent, [count] * self.hosts.num)
-                mine[elements[rank]] = _added(taken)
-            pieces = of_hosts[rank]
-            parts = mine.split([piece.size for piece in pieces])
-            sums |= {piece.tensor: part for piece, part in zip(pieces, parts, strict=True)}
-        return sums
-
-    def _gather(self, tensors: Sequence[Tensor], then: Callable[[], None]) -> None:
+    def _sum(self, tensors: Sequence[Tensor], given: Callable[[], Given]) -> Sums:
         rank, num = self.hosts.rank, self.hosts.num
-        for members, dtype in _by_dtype(tensors, lambda tensor: tensor.dtype):
+        mine, owned = given(), dict[Tensor, Tensor]()
+        flags = torch.tensor([tensor in mine.gradients for tensor in tensors], dtype=torch.uint8)
+        said = torch.stack(list(self.hosts.gradients.swap([flags] * num, [len(flags)] * num)))
+        present = [tensor for tensor, flag in zip(tensors, said.any(0), strict=True) if flag]
+        for members, dtype in _by_dtype({tensor: gradient_dtype(tensor) for tensor in present}):
             of_hosts = [self._pieces(members, host) for host in range(num)]
-            values = [[piece.of(piece.tensor) for piece in of] for of in of_hosts]
-            for elements in self._chunks(of_hosts, dtype):
-                mine = torch.empty(_length(elements[rank]), dtype=dtype)
-                copy_range(values[rank], elements[rank], mine)
-                sent = [mine[:0] if host == rank else mine for host in range(num)]
-                sizes = [0 if h == rank else _length(some) for h, some in enumerate(elements)]
-                taken = self.hosts.weights.swap(sent, sizes)
+            values = [
+                [_values_of(piece, mine.gradients.get(piece.tensor), dtype) for piece in of]
+                for of in of_hosts
+            ]
+            begin = partial(self._begin_sum, values, mine.share, dtype)
+            sums = torch.empty(sum(piece.size for piece in of_hosts[rank]), dtype=dtype)
+            for elements, taken in _one_ahead(self._chunks(of_hosts, dtype), begin):
+                sums[elements[rank]] = _added(taken)
+            parts = sums.split([piece.size for piece in of_hosts[rank]])
+            owned |= {p.tensor: part for p, part in zip(of_hosts[rank], parts, strict=True)}
+        return Sums(present=present, owned=owned)
+
+    def _begin_sum(
+        self,
+        values: Sequence[Sequence[Tensor]],
+        share: float,
+        dtype: torch.dtype,
+        elements: Elements,
+    ) -> Taken:
+        counts = [_length(some) for some in elements]
+        sent = torch.empty(sum(counts), dtype=dtype)
+        for some, part, into in zip(values, elements, sent.split(counts), strict=True):
+            copy_range(some, part, into)
+        if share != 1:
+            sent *= share
+        return self.hosts.gradients.begin(sent, counts, [counts[self.hosts.rank]] * len(counts))
+
+    def _gather(self, values: Mapping[Tensor, Tensor], then: Callable[[], None]) -> None:
+        rank, num = self.hosts.rank, self.hosts.num
+        for members, dtype in _by_dtype({tensor: each.dtype for tensor, each in values.items()}):
+            of_hosts = [self._pieces(members, host) for host in range(num)]
+            places = [[piece.of(values[piece.tensor]) for piece in of] for of in of_hosts]
+            begin = partial(self._begin_gather, places[rank], dtype)
+            for elements, taken in _one_ahead(self._chunks(of_hosts, dtype), begin):
                 for host, new in enumerate(taken):
                     if host != rank:
-                        write_range(values[host], elements[host], new)
+                        write_range(places[host], elements[host], new)
         then()
+
+    def _begin_gather(
+        self, mine: Sequence[Tensor], dtype: torch.dtype, elements: Elements
+    ) -> Taken:
+        rank, num = self.hosts.rank, self.hosts.num
+        part = torch.empty(_length(elements[rank]), dtype=dtype)
+        copy_range(mine, elements[rank], part)
+        counts = [0 if host == rank else len(part) for host in range(num)]
+        sizes = [0 if host == rank else _length(some) for host, some in enumerate(elements)]
+        return self.hosts.weights.begin(part.repeat(num - 1), counts, sizes)
 
     def _pieces(self, tensors: Sequence[Tensor], host: int) -> Sequence[Piece]:
         found = (self._ownership.pieces(tensor)[host] for tensor in tensors)
@@ -162,7 +204,7 @@ class Exchange:
 
     def _chunks(
         self, of_hosts: Sequence[Sequence[Piece]], dtype: torch.dtype
-    ) -> Iterable[Sequence[slice]]:
+    ) -> Iterable[Elements]:
         """Yield a range of each host's elements, of about equal bytes together."""
         sizes = [sum(piece.size for piece in pieces) for pieces in of_hosts]
         most = max(1, self._chunk_bytes // (dtype.itemsize * self.hosts.num))
@@ -171,13 +213,25 @@ class Exchange:
             yield [part_of(size, chunk, num) for size in sizes]
 
 
-def _by_dtype(
-    tensors: Sequence[Tensor], dtype_of: Callable[[Tensor], torch.dtype]
-) -> list[tuple[list[Tensor], torch.dtype]]:
+def _by_dtype(dtypes: Mapping[Tensor, torch.dtype]) -> list[tuple[list[Tensor], torch.dtype]]:
     found: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(dtype_of(tensor), []).append(tensor)
+    for tensor, dtype in dtypes.items():
+        found.setdefault(dtype, []).append(tensor)
     return [(members, dtype) for dtype, members in found.items()]
+
+
+def _one_ahead(
+    chunks: Iterable[Elements], begin: Callable[[Elements], Taken]
+) -> Iterator[tuple[Elements, Sequence[Tensor]]]:
+    """Yield chunks with what was taken; each is waited for when the next one is on its way."""
+    before: tuple[Elements, Taken] | None = None
+    for elements in chunks:
+        begun = elements, begin(elements)
+        if before is not None:
+            yield before[0], before[1]()
+        before = begun
+    if before is not None:
+        yield before[0], before[1]()
 
 
 def _values_of(piece: Piece, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ _SHORT = timedelta(milliseconds=1)
 _NAMED_SECONDS = 2.0  # after which the heartbeat has said who has ended
 
 T = TypeVar("T")
+Taken: TypeAlias = Callable[[], Sequence[Tensor]]
+"""Waits for the end of an operation, and returns what each host gave: parts of one tensor."""
 
 
 class Hosts:
@@ -90,15 +92,15 @@ class Hosts:
                         "configuration everywhere; see docs/nodes.md."
                     )
 
-    def close(self, why: str) -> None:
+    def close(self, error: BaseException) -> None:
         """Wait for nobody any more. Whoever waits in another thread gets a `HostError`.
 
         Args:
-            why: What others are told; without another host that was lost.
+            error: What others are told; if they live.
         """
         if not self.is_closed:
             self.is_closed = True
-            self.watch.close(why)
+            self.watch.close(f"raised {type(error).__name__}: {error}")
 
     def check_open(self) -> None:
         """Refuse to begin anything with others while an error travels.
@@ -242,16 +244,33 @@ class Line:
         Raises:
             HostError: As `Hosts.wait`.
         """
-        taken = given[0].new_empty(sum(sizes))
-        sent = torch.cat(list(given))
-        counts = [each.numel() for each in given]
+        return self.begin(torch.cat(list(given)), [each.numel() for each in given], sizes)()
+
+    def begin(self, sent: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Taken:
+        """Begin what `swap` does.
+
+        Args:
+            sent: What is given to the hosts, one after the other.
+            counts: Elements for each host.
+            sizes: Elements of each host.
+
+        Returns:
+            Waits for what each host gave.
+
+        Raises:
+            HostError: As `Hosts.wait`.
+        """
         self._hosts.check_open()
-        self._wait(
-            dist.all_to_all_single(
-                taken, sent, list(sizes), counts, group=self._group, async_op=True
-            )
+        taken = sent.new_empty(sum(sizes))
+        work = dist.all_to_all_single(
+            taken, sent, list(sizes), list(counts), group=self._group, async_op=True
         )
-        parts: Sequence[Tensor] = taken.split(list(sizes))
+
+        def parts() -> Sequence[Tensor]:
+            self._wait(work)
+            found: Sequence[Tensor] = taken.split(list(sizes))
+            return found
+
         return parts
 
     def _wait(self, work: Any) -> None:

@@ -31,8 +31,11 @@ from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
 from roundpipe_lightning.engine.store.weight_versions import WeightVersions
 from roundpipe_lightning.errors import ConfigurationError
 
-TakeGradients: TypeAlias = Callable[[dict[nn.Parameter, Tensor]], Collection[nn.Parameter]]
-"""Given gradients that are complete while others are not; returns whose it takes over."""
+TakeGradients: TypeAlias = Callable[
+    [dict[nn.Parameter, Tensor], Collection[nn.Parameter]], Collection[nn.Parameter]
+]
+"""Given gradients that are complete while others are not, and whose will not be before the end;
+returns whose it takes over."""
 
 
 class HostStore:

@@ -322,7 +322,7 @@ class GradientReducer:
         if self._take is not None:
             with self._lock:
                 alone = {p: g for p, g in accumulator.sums.items() if p not in self._elsewhere}
-            for parameter in self._take(alone) if alone else ():
+            for parameter in self._take(alone, self._elsewhere) if alone else ():
                 self._taken.add(parameter)
                 del accumulator.sums[parameter]
         self._open.count()

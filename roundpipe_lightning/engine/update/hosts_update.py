@@ -1,12 +1,18 @@
 """One optimizer step on several hosts: each steps the elements it owns, and all get the results.
 
 ```
-updater's thread    agree ─▶ [step b0] ─────▶ [step b1] ─────▶ [step b2]
-gradients' thread   [sum b0][sum b1][sum b2]
-weights' thread              [gather b0 ──▶ its uploads begin][gather b1]...
+backward pass           b2       b1       b0       others
+gradients' thread          [sum b2] [sum b1] [sum b0][others]
+updater's thread                 [step b2] [step b1] [step b0][others]
+weights' thread                        [gather b2]      [others][b0][b1]
+next forward pass                                          [others][b0][b1][b2]
 ```
 
-The optimizer's state of a parameter is that of the piece that this host owns, one-dimensional.
+Gradients of a block leave as soon as the host has all of them; blocks go in one order on all hosts,
+the last one first. New values come back in the order in which the next forward pass needs them,
+but for the last half of the blocks: theirs travel during the backward pass, when the network has
+time. The optimizer's state of a parameter is that of the piece that this host owns,
+one-dimensional.
 """
 
 from __future__ import annotations
@@ -14,7 +20,8 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from roundpipe_lightning.engine.exchange.exchange import Exchange
+from roundpipe_lightning.engine.exchange.exchange import Exchange, Given, Sums
 from roundpipe_lightning.engine.exchange.ranges import Piece
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.separable import is_elementwise
@@ -50,6 +57,75 @@ class NormClip:
         return gradient.mul_(self._factor)
 
 
+class JointStep:
+    """A step that all hosts make together. Its gradients come in any order.
+
+    Args:
+        step: The captured step.
+        members: Trained parameters that are stepped together, as their gradients come.
+        begins_early: Whether they come during the backward pass.
+        waits: Whether nothing may be stepped before the step is submitted.
+
+    Attributes:
+        step: As given.
+        members: As given.
+        begins_early: As given.
+        number_of: In which of them a parameter is.
+        share: This host's share of the loss, when it is known.
+        submitted: Done when the step is submitted.
+    """
+
+    def __init__(
+        self,
+        step: CapturedStep,
+        members: Sequence[Sequence[Tensor]],
+        *,
+        begins_early: bool,
+        waits: bool,
+    ) -> None:
+        self.step, self.members, self.begins_early = step, members, begins_early
+        self.number_of = {p: number for number, some in enumerate(members) for p in some}
+        self.share, self.submitted = Future[float](), Future[None]()
+        self._given = [Future[tuple[Mapping[Tensor, Tensor], bool]]() for _ in members]
+        if not waits:
+            self.submit()
+
+    def submit(self) -> None:
+        """Say that all is known: all gradients are given, and how to clip them."""
+        if not self.submitted.done():
+            self.submitted.set_result(None)
+
+    def give(
+        self, number: int, gradients: Mapping[Tensor, Tensor], *, is_weighed: bool = True
+    ) -> None:
+        """Let a unit's gradients leave. They are all that this host has of the unit.
+
+        Args:
+            number: Of the unit.
+            gradients: By parameter.
+            is_weighed: Whether they are multiplied by the share already.
+        """
+        self._given[number].set_result((gradients, is_weighed))
+
+    def is_given(self, number: int) -> bool:
+        return self._given[number].done()
+
+    def take(self, number: int) -> Given:
+        """Wait for a unit's gradients, and let go of them; called once."""
+        gradients, is_weighed = self._given[number].result()
+        self._given[number] = Future()
+        self._given[number].set_result(({}, True))
+        share = 1.0 if is_weighed else self.share.result()
+        return Given(gradients=gradients if share else {}, share=share)
+
+    def fail(self, error: BaseException) -> None:
+        """Let go of everybody who waits for gradients that will not come."""
+        waited_for: list[Future[Any]] = [self.share, self.submitted, *self._given]
+        for each in waited_for:
+            with suppress(InvalidStateError):  # it has come
+                each.set_exception(error)
+
+
 class HostsUpdate:
     """Makes steps together with other hosts, in the updater's thread.
 
@@ -67,19 +143,25 @@ class HostsUpdate:
         if optimizer not in self._whole:
             self._whole[optimizer] = not is_elementwise(optimizer)
 
+    def give_up(self, joint: JointStep, error: BaseException) -> None:
+        """Make nothing more of a step: others, who cannot know of the error, are not waited for."""
+        self._exchange.hosts.close(error)
+        joint.fail(HostError("The step was given up on this host."))
+
     def step(
         self,
-        units: Sequence[Sequence[Tensor]],
-        step: CapturedStep,
+        joint: JointStep,
         *,
+        num_early: int,
         run: Callable[[int, Sequence[Tensor]], None],
         ended: Callable[[int], None],
     ) -> None:
-        """Make a captured step; every host calls this for the same step.
+        """Make a step; every host calls this for the same step.
 
         Args:
-            units: Parameters that are stepped together; the step's own are stepped.
-            step: Has this host's gradients.
+            joint: The step.
+            num_early: New values of so many units are sent as soon as they are there, those of the
+                others in the opposite order.
             run: Called with a unit's number and parameters: makes their step.
             ended: Called with a unit's number, in another thread, when all hosts' values are there.
 
@@ -87,46 +169,73 @@ class HostsUpdate:
             ConfigurationError: The hosts' steps differ.
             HostError: Another host is lost.
         """
-        exchange, optimizer = self._exchange, step.optimizer
-        members = [[p for p in unit if p in step.parameters and p.requires_grad] for unit in units]
-        self._divide(optimizer, members)
+        try:
+            self._step(joint, num_early=num_early, run=run, ended=ended)
+        except BaseException as error:
+            joint.fail(error)
+            raise
+
+    def _step(
+        self,
+        joint: JointStep,
+        *,
+        num_early: int,
+        run: Callable[[int, Sequence[Tensor]], None],
+        ended: Callable[[int], None],
+    ) -> None:
+        exchange, step = self._exchange, joint.step
+        self._divide(step.optimizer, joint.members)
         self._num_steps += 1
-        present = self._agree(step, [p for some in members for p in some])
-        trained = [[p for p in some if p in present] for some in members]
-        sums: list[Future[dict[Tensor, Tensor]]] = [
-            exchange.sum(some, [step.take(p) for p in some]) for some in trained
-        ]
+        forward = list(reversed(range(len(joint.members))))
+        order = forward[::-1] if self._agree(joint) else forward
+        sums = {
+            number: exchange.sum(joint.members[number], partial(joint.take, number))
+            for number in order
+        }
+        joint.submitted.result()
+        if step.clip is not None:
+            order = forward
         if isinstance(step.clip, NormClip):
-            step.clip.set_norm(self._norm([each.result() for each in sums]))
-        gathered = []
-        for number, some in enumerate(trained):
-            owned = {p: exchange.owned(p) for p in some}
-            pieces = {p: piece for p, piece in owned.items() if piece is not None}
-            mine = sums[number].result()
-            step.give({p: _shaped(mine[p], piece) for p, piece in pieces.items()})
-            step.values_of = partial(_values_of, pieces)
-            run(number, tuple(pieces))
-            gathered.append(exchange.gather(some, partial(ended, number)))
-            sums[number] = Future()  # lets go of the gradients
+            step.clip.set_norm(self._norm([each.result().owned for each in sums.values()]))
+        later, gathered = [], list[Future[None]]()
+        for number in order:
+            present = self._step_unit(joint, sums.pop(number).result(), partial(run, number))
+            begin = partial(exchange.gather, {p: p for p in present}, partial(ended, number))
+            if order is forward or number < num_early:
+                gathered.append(begin())
+            else:
+                later.append(begin)
+        gathered += [begin() for begin in reversed(later)]
         for each in gathered:
             each.result()
 
-    def _agree(self, step: CapturedStep, parameters: Sequence[Tensor]) -> set[Tensor]:
-        """Return the parameters of which some host has a gradient."""
-        mine = [step.has_gradient(p) for p in parameters]
-        options = _digest(step)
-        said = self._exchange.agree((self._num_steps, options, mine))
-        for host, (number, theirs, flags) in enumerate(said):
-            if number != self._num_steps or len(flags) != len(mine):
+    def _step_unit(
+        self, joint: JointStep, sums: Sums, run: Callable[[Sequence[Tensor]], None]
+    ) -> Sequence[Tensor]:
+        """Step what this host owns of a unit; return which parameters have been stepped at all."""
+        owned = {p: self._exchange.owned(p) for p in sums.present}
+        pieces = {p: piece for p, piece in owned.items() if piece is not None}
+        joint.step.give({p: _shaped(sums.owned[p], piece) for p, piece in pieces.items()})
+        joint.step.values_of = partial(_values_of, pieces)
+        run(tuple(pieces))
+        return sums.present
+
+    def _agree(self, joint: JointStep) -> bool:
+        """Compare what hosts are about to do; return whether gradients come early on all."""
+        mine = _digest(joint.step)
+        sizes = [[p.numel() for p in some] for some in joint.members]
+        said = self._exchange.agree((self._num_steps, mine, sizes, joint.begins_early))
+        for host, (number, theirs, of_units, _) in enumerate(said):
+            if number != self._num_steps or of_units != sizes:
                 raise HostError(f"Host {host} makes another optimizer step than this one.")
-            if theirs != options:
+            if theirs != mine:
                 raise ConfigurationError(
-                    f"Host {host} steps {type(step.optimizer).__name__} with another learning rate "
-                    "or other options than this one. What changes them must see the same on all "
-                    "hosts: log what a scheduler monitors in a step, or with sync_dist=True."
+                    f"Host {host} steps {type(joint.step.optimizer).__name__} with another "
+                    "learning rate or other options than this one. What changes them must see the "
+                    "same on all hosts: log what a scheduler monitors in a step, or with "
+                    "sync_dist=True."
                 )
-        flags = [any(some) for some in zip(*(flags for *_, flags in said), strict=True)]
-        return {p for p, flag in zip(parameters, flags, strict=True) if flag}
+        return all(begins_early for *_, begins_early in said)
 
     def _norm(self, sums: Sequence[Mapping[Tensor, Tensor]]) -> float:
         squares = [

@@ -75,9 +75,6 @@ class CapturedStep:
         """Take gradients to step with, before their part is run."""
         self._gradients.update(gradients)
 
-    def has_gradient(self, parameter: Tensor) -> bool:
-        return parameter in self._gradients
-
     def take(self, parameter: Tensor) -> Tensor | None:
         """Return a gradient and let it go."""
         return self._gradients.pop(parameter, None)

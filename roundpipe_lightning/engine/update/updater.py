@@ -55,7 +55,7 @@ from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.exchange.exchange import Exchange
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.update.hosts_update import HostsUpdate
+from roundpipe_lightning.engine.update.hosts_update import HostsUpdate, JointStep
 from roundpipe_lightning.engine.update.partial_step import CapturedStep, is_foreign, plain_step
 
 
@@ -83,11 +83,13 @@ class BegunStep:
     Attributes:
         step: It.
         num_before: Jobs that were there before.
+        joint: It, where other hosts make it, too.
         taken: Parameters that are updated before it is submitted.
     """
 
     step: CapturedStep
     num_before: int
+    joint: JointStep | None = None
     taken: set[Tensor] = field(default_factory=set)
 
     def rest_of(self, unit: UpdateUnit) -> UpdateUnit:
@@ -167,15 +169,46 @@ class Updater:
 
     # ------------------------------------------------------------------------ the Trainer's thread
 
-    def begin(self, optimizer: Optimizer) -> None:
+    def begin(self, optimizer: Optimizer, *, waits: bool = False) -> None:
         """Submit an optimizer's step, made for each block when its gradients are there.
 
         What is made so reaches no `.grad`. `submit` makes the rest. Options are captured now.
+
+        Args:
+            optimizer: Whose step.
+            waits: With other hosts: whether gradients are added up, but nothing is stepped before
+                `submit`.
         """
         assert not self._stale, "a step computes with the values from before the update"
         step = CapturedStep(optimizer, gradients={})
         self._begun = BegunStep(step=step, num_before=self._num_put)
+        if self.hosts is not None:
+            self._begun.joint = self._join_hosts(self.hosts, step, begins_early=True, waits=waits)
         self._store.take_gradients = self._take
+
+    def weigh(self, share: float) -> None:
+        """Say what share of the loss this host has, in the step that was begun."""
+        if self._begun is not None and self._begun.joint is not None:
+            self._begun.joint.share.set_result(share)
+
+    def _join_hosts(
+        self, hosts: HostsUpdate, step: CapturedStep, *, begins_early: bool, waits: bool = False
+    ) -> JointStep:
+        """Put a step that all hosts make; it waits for the gradients."""
+        hosts.prepare(step.optimizer)
+        trained = [p for p in step.parameters if p.requires_grad]
+        outside = self._store.shared | self._store.outside_blocks
+        units, last = list[UpdateUnit](), list[UpdateUnit]()
+        for unit in self._in_order(trained):
+            is_block = unit in self._known and outside.isdisjoint(unit.parameters)
+            (units if is_block else last).append(unit)
+        num_early = len(units) // 2
+        units = [*reversed(units), *last]  # as gradients come
+        chosen = set(trained)
+        members = [[p for p in unit.parameters if p in chosen] for unit in units]
+        joint = JointStep(step, members, begins_early=begins_early, waits=waits)
+        self._put(partial(self._update_with_hosts, hosts, units, joint, num_early=num_early))
+        return joint
 
     def measure_norms(self) -> None:
         """Measure the norm of each gradient of the next step when it is there; see `norm_of`.
@@ -215,7 +248,7 @@ class Updater:
         self._begun = BegunStep(step=step, num_before=self._num_put)
         self._store.uses_previous = False
 
-    def abandon(self) -> int:
+    def abandon(self, error: BaseException) -> int:
         """Make nothing more of the step that was begun, after an error in it.
 
         Returns:
@@ -223,6 +256,8 @@ class Updater:
         """
         begun, self._begun = self._begun, None
         self._store.take_gradients = None
+        if begun is not None and begun.joint is not None and self.hosts is not None:
+            self.hosts.give_up(begun.joint, error)
         with self._changed:
             self._changed.wait_for(self._is_idle)
         return 0 if begun is None else len(begun.taken)
@@ -252,7 +287,7 @@ class Updater:
         self._store.take_gradients = None
         self._norms.clear()
         if self.hosts is not None:
-            self.hosts.prepare(optimizer)
+            return self._submit_to_hosts(self.hosts, optimizer, begun=begun, clip=clip)
         if begun is None:
             step = CapturedStep(optimizer, clip=clip)
             left: Collection[Tensor] = step.parameters
@@ -266,6 +301,30 @@ class Updater:
         if not self._stale:
             self._announce(units, is_new=begun is None or not begun.taken)
         self._put(partial(self._update, units, step, begun=begun))
+        return () if begun is None else begun.taken
+
+    def _submit_to_hosts(
+        self,
+        hosts: HostsUpdate,
+        optimizer: Optimizer,
+        *,
+        begun: BegunStep | None,
+        clip: Callable[[Tensor], Any] | None,
+    ) -> Collection[Tensor]:
+        """Let all gradients leave that have not."""
+        joint = None if begun is None else begun.joint
+        if joint is None:
+            step = CapturedStep(optimizer, gradients={})
+            joint = self._join_hosts(hosts, step, begins_early=False, waits=True)
+        joint.step.clip = clip
+        is_new = begun is None or not begun.taken
+        for number, members in enumerate(joint.members):
+            if not joint.is_given(number):
+                self._announce(self._in_order(members), is_new=is_new)
+                joint.give(number, {p: p.grad for p in members if p.grad is not None})
+                is_new = False
+        joint.submit()
+        self._put(lambda: None)  # after an error: lets go of who waits for what was announced late
         return () if begun is None else begun.taken
 
     def stepped_whole(self) -> None:
@@ -397,15 +456,29 @@ class Updater:
 
     # ---------------------------------------------------------------------------- transfer threads
 
-    def _take(self, gradients: dict[nn.Parameter, Tensor]) -> Collection[nn.Parameter]:
+    def _take(
+        self, gradients: dict[nn.Parameter, Tensor], elsewhere: Collection[nn.Parameter]
+    ) -> Collection[nn.Parameter]:
         """Update what the step that was begun has all gradients of; nobody reads it any more."""
         begun = self._begun
         if begun is None:  # of a thread that was stuck in a step that was given up
             return ()
         known = begun.step.parameters
         mine: dict[Tensor, Tensor] = {p: g for p, g in gradients.items() if p in known}
-        begun.step.give(mine)
         is_new = not begun.taken
+        if begun.joint is not None:
+            for number in sorted({begun.joint.number_of[p] for p in mine}):
+                members = begun.joint.members[number]
+                if any(p in elsewhere for p in members):  # more is to come
+                    mine = {p: g for p, g in mine.items() if p not in members}
+                    continue
+                self._announce(self._in_order(members), is_new=is_new)
+                some = {p: mine[p] for p in members if p in mine}
+                begun.joint.give(number, some, is_weighed=False)
+                is_new = False
+            begun.taken.update(mine)
+            return [parameter for parameter in gradients if parameter in mine]
+        begun.step.give(mine)
         begun.taken.update(mine)
         for unit in self._in_order(mine):
             part = UpdateUnit(
@@ -416,7 +489,11 @@ class Updater:
             is_new = False
         return [parameter for parameter in gradients if parameter in mine]
 
-    def _measure(self, gradients: dict[nn.Parameter, Tensor]) -> Collection[nn.Parameter]:
+    def _measure(
+        self,
+        gradients: dict[nn.Parameter, Tensor],
+        elsewhere: Collection[nn.Parameter],  # noqa: ARG002 - norms of others are measured later
+    ) -> Collection[nn.Parameter]:
         self._put(partial(self._note_norms, dict(gradients)))
         return ()
 
@@ -458,24 +535,26 @@ class Updater:
             # Nobody waits for a unit, and the step may count its calls where no trial can see it.
             every = tuple(p for unit in units for p in unit.parameters)
             units = [UpdateUnit(name="all parameters", parameters=every)]
-        if self.hosts is not None:
-            self._update_with_hosts(self.hosts, units, step)
-            return
         for unit in units:
             self._update_part(unit, unit if begun is None else begun.rest_of(unit), step)
 
     def _update_with_hosts(
-        self, hosts: HostsUpdate, units: Sequence[UpdateUnit], step: CapturedStep
+        self,
+        hosts: HostsUpdate,
+        units: Sequence[UpdateUnit],
+        joint: JointStep,
+        *,
+        num_early: int,
     ) -> None:
         def run(number: int, parameters: Sequence[Tensor]) -> None:
             part = UpdateUnit(name=units[number].name, parameters=tuple(parameters))  # type: ignore[arg-type]
-            self._run_part(part, step)
+            self._run_part(part, joint.step)
 
         def ended(number: int) -> None:
-            self._store.updated(units[number].parameters, by=step.optimizer)
+            self._store.updated(units[number].parameters, by=joint.step.optimizer)
             self._end_part(units[number])
 
-        hosts.step([unit.parameters for unit in units], step, run=run, ended=ended)
+        hosts.step(joint, num_early=num_early, run=run, ended=ended)
 
     def _update_part(self, whole: UpdateUnit, unit: UpdateUnit, step: CapturedStep) -> None:
         self._run_part(unit, step)

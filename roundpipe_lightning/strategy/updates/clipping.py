@@ -38,7 +38,12 @@ def late_clipping(
     if len(kinds) != 1 or kinds.pop()[1:] != ("cpu", torch.strided):
         return None  # torch goes by kinds
     if GradClipAlgorithmType(algorithm) is GradClipAlgorithmType.VALUE:
-        return lambda gradient: gradient.clamp_(min=-limit, max=limit)
+        return values_clip(limit)
     total = torch.linalg.vector_norm(torch.stack([norm_of(p) for p in members]))
     factor = torch.clamp(limit / (total + _SMALL), max=1.0)
     return lambda gradient: gradient.mul_(factor)
+
+
+def values_clip(limit: float) -> Callable[[Tensor], Any]:
+    """Return what clips the values of a gradient in place."""
+    return lambda gradient: gradient.clamp_(min=-limit, max=limit)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -34,12 +35,13 @@ from torch.optim import Optimizer
 from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.update.hosts_update import NormClip
 from roundpipe_lightning.engine.update.separable import has_hooks, reason_not_separable
+from roundpipe_lightning.engine.update.updater import Updater
 from roundpipe_lightning.errors import ConfigurationError, GradientError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.runtime import PipelineRuntime
 from roundpipe_lightning.strategy.updates import sync_hooks
-from roundpipe_lightning.strategy.updates.clipping import late_clipping
+from roundpipe_lightning.strategy.updates.clipping import late_clipping, values_clip
 from roundpipe_lightning.strategy.updates.parameter_watch import (
     Access,
     ParameterWatch,
@@ -179,28 +181,31 @@ class OptimizerSync:
     def _begun(self, optimizer: Optimizer) -> Iterator[None]:
         """Step blocks while the backward pass still runs, if no code can see the difference."""
         updater = self._runtime.updater
-        if updater is None or not self._may_begin():
+        is_open = updater is not None or self._has_hosts  # or will be when gradients come
+        if not is_open or not self._may_begin():
             if updater is not None and self._may_measure():
                 updater.measure_norms()
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
                 if updater is not None:
-                    updater.abandon()
+                    updater.abandon(error)
                 raise
             return
         if self._stale:
-            self._runtime.defers_update = updater.can_defer(optimizer)
+            self._runtime.defers_update = updater is not None and updater.can_defer(optimizer)
             try:
                 yield
             finally:
                 self._runtime.defers_update = False
             return
-        updater.begin(optimizer)
+        waits = bool(self._trainer.gradient_clip_val) or self._is_writing()
+        self._runtime.begin_update(partial(Updater.begin, optimizer=optimizer, waits=waits))
         try:
             yield
         except BaseException as error:
-            num_updated = updater.abandon()
+            updater = self._runtime.updater
+            num_updated = 0 if updater is None else updater.abandon(error)
             if num_updated:
                 add_note(
                     error,
@@ -213,18 +218,18 @@ class OptimizerSync:
         trainer: Any = self._trainer
         if not self._begins_early or compat.skips_backward(trainer) or self._always_joins:
             return False
-        if self._has_hosts:  # blocks end in another order on each
-            return False
         if self._stale:
             return not self._watch.may_be_kept and not self._has_gradient_hooks
+        if trainer.accumulate_grad_batches != 1 or self._has_gradient_hooks:
+            return False
+        if self._has_hosts:  # gradients leave; who looks at them is refused
+            return True
         # In the first step it shows who looks at gradients.
         return not (
-            trainer.accumulate_grad_batches != 1
-            or trainer.gradient_clip_val
+            trainer.gradient_clip_val
             or self._is_writing()
             or not self._num_steps
             or self._gradients_are_read
-            or self._has_gradient_hooks
         )
 
     def _may_measure(self) -> bool:
@@ -263,8 +268,9 @@ class OptimizerSync:
             return True
         if updater is None or not self._is_submitting or self._has_gradient_hooks:
             return False
-        if self._has_hosts and algorithm != GradClipAlgorithmType.VALUE:
-            self._clip = NormClip(limit)
+        if self._has_hosts:
+            by_value = algorithm == GradClipAlgorithmType.VALUE
+            self._clip = values_clip(limit) if by_value else NormClip(limit)
             return True
         updater.join()
         self._clip = late_clipping(optimizer, limit, algorithm, norm_of=updater.norm_of)
