@@ -38,8 +38,6 @@ def configure(folder: Path, *overrides: str) -> DictConfig:
 
 
 class Ask:
-    """Asks in this process."""
-
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
         self._capsys = capsys

@@ -90,8 +90,6 @@ def test_processes_go_on_in_their_turn(tmp_path: Path) -> None:
 
 
 class Recorder(LightningModule):
-    """Keeps the batches that it was trained on."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))

@@ -171,8 +171,6 @@ class Buffered(Regressor):
 
 
 class NormBlock(nn.Module):
-    """A block with batch normalisation."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -184,8 +182,6 @@ class NormBlock(nn.Module):
 
 
 class Normalised(Regressor):
-    """Batch normalisation in the head, in the blocks and in the tail."""
-
     def __init__(self) -> None:
         super().__init__(make_block=NormBlock)
         self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))  # type: ignore[assignment]
@@ -193,8 +189,6 @@ class Normalised(Regressor):
 
 
 class Tied(Regressor):
-    """The tail's weight is the head's."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tail = nn.Linear(WIDTH, WIDTH)

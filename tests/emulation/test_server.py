@@ -42,8 +42,6 @@ def _timing(**given: float) -> EmulatedTiming:
 
 
 class Now:
-    """A clock that stands still."""
-
     seconds = 0.0
 
     def perf_counter(self) -> float:

@@ -90,8 +90,6 @@ class Wrapping(Linear):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output of its own kind."""
-
     kind: str
     hidden: Tensor
 
@@ -241,8 +239,6 @@ def test_a_dict_that_blocks_write_into() -> None:
 
 
 class Passing(Linear):
-    """Returns something it was given."""
-
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return self.mix(x) * mask, mask
 

@@ -34,8 +34,6 @@ Step = Callable[[Any, Any, int], Any]
 
 
 class Pair(nn.Module):
-    """A block with a second input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.block = Block()
@@ -217,8 +215,6 @@ def test_a_reference_without_gradients(order: str) -> None:
 
 
 class Distilled(nn.Module):
-    """A frozen teacher and a student."""
-
     def __init__(self, *, teacher_first: bool) -> None:
         super().__init__()
         self.teacher, self.student = Regressor(2), Regressor(3)
@@ -372,8 +368,6 @@ def test_a_reference_that_one_microbatch_needs() -> None:
 
 
 class Switched(Block):
-    """A block with something that can be turned off."""
-
     def __init__(self) -> None:
         super().__init__()
         self.adapter = nn.Linear(WIDTH, WIDTH)
@@ -471,8 +465,6 @@ def test_nothing_is_recomputed_where_nothing_needs_a_gradient() -> None:
 
 
 class Counting(Block):
-    """Writes into a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))

@@ -22,8 +22,6 @@ from tests.kit.engine import (
 
 
 class Backend:
-    """Counts what it compiles, and runs it as it is."""
-
     def __init__(self) -> None:
         self.count = 0
 
@@ -53,8 +51,6 @@ class Block(nn.Module):
 
 
 class Placed:
-    """Parameters on a worker."""
-
     def __init__(self) -> None:
         self.leaves: dict[nn.Parameter, nn.Parameter] = {}
 
@@ -184,8 +180,6 @@ def test_the_first_step_compiles_nothing() -> None:
 
 
 class Beside(nn.Module):
-    """A block that leaves a penalty beside its output."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(4, 4)
@@ -198,8 +192,6 @@ class Beside(nn.Module):
 
 
 class Counted(nn.Linear):
-    """A block that assigns a buffer anew."""
-
     calls: Tensor
 
     def __init__(self) -> None:
@@ -212,8 +204,6 @@ class Counted(nn.Linear):
 
 
 class Penalised(nn.Module):
-    """A model whose loss has what its blocks leave."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

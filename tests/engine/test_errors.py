@@ -44,8 +44,6 @@ class PlannedError(Exception):
 
 
 class Trap:
-    """Raises one given exception, at one given moment, once."""
-
     def __init__(self) -> None:
         self.error: BaseException | None = None
 

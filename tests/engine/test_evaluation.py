@@ -78,8 +78,6 @@ def test_values_are_those_of_one_device(server: str, mode: Mode, num_workers: in
 
 
 class _InPlace(nn.Module):
-    """A block that writes into what it is given, and says so."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)

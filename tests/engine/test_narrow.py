@@ -221,8 +221,6 @@ def low_precision(module: Any, dtype: torch.dtype, sums: torch.dtype | None) -> 
 
 
 class Cast(Regressor):
-    """Takes batches of any dtype."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = (tensor.to(self.tail.weight.dtype) for tensor in batch)
         return functional.mse_loss(self(x), y)

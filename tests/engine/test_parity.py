@@ -205,8 +205,6 @@ def test_residual_around_the_stack(num_workers: int) -> None:
 
 
 class Conditioned(nn.Module):
-    """A block with a second input, by position and by keyword."""
-
     def __init__(self) -> None:
         super().__init__()
         self.block = Block()

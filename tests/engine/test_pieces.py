@@ -75,8 +75,6 @@ def compare(module: Any, engine: Engine, *, num_rows: int = ROWS, steps: int = 1
 
 
 class Contrastive(Regressor):
-    """Every row is compared with every other one, and the blocks run twice."""
-
     def embed(self, x: Tensor) -> Tensor:
         return functional.normalize(self.run_blocks(self.head(x)), dim=-1)
 
@@ -100,8 +98,6 @@ class Between(Regressor):
 
 
 class Summed(Regressor):
-    """A summed loss, with noise from the default generator."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         return (self(x + torch.randn(len(x), WIDTH).to(x.device)) - y).square().sum()
@@ -319,8 +315,6 @@ def test_a_mask_of_as_many_tokens_as_rows_is_shared() -> None:
 
 
 class Doubles(nn.Linear):
-    """Makes two rows of each."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).view(2 * len(x), WIDTH)
 

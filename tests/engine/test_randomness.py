@@ -325,8 +325,6 @@ def test_mix_spreads_small_integers() -> None:
 
 
 class Calling(nn.Module):
-    """A block that applies a function."""
-
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)

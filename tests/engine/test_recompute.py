@@ -30,8 +30,6 @@ AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=Fa
 
 
 class LeavesAutocast(Block):
-    """Computes outside autocast, whatever is around it."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
         with torch.autocast("cpu", enabled=False):
@@ -147,8 +145,6 @@ def test_a_block_is_recomputed_with_the_buffers_that_its_forward_saw(
 
 
 class Drawing(Block):
-    """Draws from a generator that is not torch's."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * random.random()
 

@@ -37,8 +37,6 @@ def test_gradients_are_the_same(name: str, emulated: bool) -> None:
 
 
 class Counter(TorchDispatchMode):
-    """Counts how often attention runs."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.runs = 0
@@ -72,8 +70,6 @@ ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 class Attention(nn.Module):
-    """Projects, attends, and does something to the result."""
-
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)

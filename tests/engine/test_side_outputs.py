@@ -30,8 +30,6 @@ SERVERS: dict[str, Callable[[int], list[Device]]] = {
 
 
 class Leaving(nn.Module):
-    """Leaves a penalty as an attribute."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -44,8 +42,6 @@ class Leaving(nn.Module):
 
 
 class Penalised(Regressor):
-    """Adds the blocks' penalties to its loss."""
-
     def __init__(self, make_block: Callable[[], nn.Module] = Leaving) -> None:
         super().__init__(make_block=make_block)
 
@@ -67,8 +63,6 @@ def test_attribute_of_a_block(num_workers: int, server: str) -> None:
 
 
 class PenalisedInBetween(Penalised):
-    """Adds every block's penalty as soon as the block has run."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         del batch_idx
         x, y = batch
@@ -126,8 +120,6 @@ def test_a_loss_of_side_outputs_alone() -> None:
 
 
 class Differing(nn.Module):
-    """Leaves another tensor when it keeps a graph."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -165,8 +157,6 @@ def test_a_recompute_writes_no_attributes() -> None:
 
 
 class Appending(nn.Module):
-    """Appends its penalty to a list that it is given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)

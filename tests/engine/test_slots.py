@@ -145,8 +145,6 @@ def test_tensors_threads_and_bytes_do_not_grow() -> None:
 
 
 class CountedOperations(TorchDispatchMode):
-    """Counts what is launched in this thread."""
-
     num = 0
 
     def __torch_dispatch__(
@@ -157,8 +155,6 @@ class CountedOperations(TorchDispatchMode):
 
 
 class Many(nn.Module):
-    """A block of many small parameters."""
-
     def __init__(self, num: int) -> None:
         super().__init__()
         self.all = nn.ParameterList(torch.ones(4) for _ in range(num))
@@ -221,8 +217,6 @@ def test_many_small_tensors_cost_what_one_flat_buffer_costs() -> None:
 
 
 class FailingDevice(EmulatedDevice):
-    """Fails at its n-th copy."""
-
     num_left = 10**9
 
     def __init__(self, index: int) -> None:

@@ -39,8 +39,6 @@ NUM_MICROBATCHES = 2
 
 
 class Heard(Block):
-    """A block whose backward pass calls what a test gives."""
-
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout)
         self.on_backward: Callable[[], None] = lambda: None
@@ -139,8 +137,6 @@ def test_the_first_batch_of_an_engine_is_waited_for() -> None:
 
 
 class Noisy(Heard):
-    """A block that draws from a process-wide generator."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * torch.rand_like(x))
 
@@ -182,8 +178,6 @@ def test_a_batch_that_writes_attributes_is_waited_for() -> None:
 
 
 class Counting(Heard):
-    """A block that writes an attribute."""
-
     num_calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -345,8 +339,6 @@ def test_an_evaluation_waits_for_a_batch_in_flight() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Order of batches round the workers."""
-
     num_workers: int
     num_microbatches: int = 2
     team_size: int = 1

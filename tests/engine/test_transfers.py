@@ -21,8 +21,6 @@ PATIENCE_SECONDS = 60.0
 
 
 class SteppedDevice(CpuDevice):
-    """Makes a copy on request, in the order in which copies were given to it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.given: list[tuple[Tensor, Tensor, HostEvent]] = []
@@ -61,8 +59,6 @@ class SteppedDevice(CpuDevice):
 
 
 class Failures(list[tuple[BaseException, str]]):
-    """Records the calls of a queue."""
-
     def note(self, error: BaseException, name: str) -> None:
         self.append((error, name))
 

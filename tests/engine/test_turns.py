@@ -59,8 +59,6 @@ def random_plans(draw: st.DrawFn) -> Plan:
 
 
 class _Log:
-    """Begins and ends in the order in which they happened."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.events: list[tuple[str, Action]] = []

@@ -37,8 +37,6 @@ from tests.kit.engine import (
 
 
 class ListedBlock(nn.Module):
-    """A block that keeps its own parameter in a plain list, too, and uses it from there."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
@@ -49,8 +47,6 @@ class ListedBlock(nn.Module):
 
 
 class SlyBlock(nn.Module):
-    """A block that hands its own parameters to functions by keyword, and in lists."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -64,8 +60,6 @@ class SlyBlock(nn.Module):
 
 
 class BorrowingBlock(nn.Module):
-    """A block that uses a parameter of somebody else."""
-
     def __init__(self, owner: list[nn.Parameter]) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
@@ -76,8 +70,6 @@ class BorrowingBlock(nn.Module):
 
 
 class NormedBlock(nn.Module):
-    """A block with running statistics."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
@@ -144,8 +136,6 @@ def test_a_stack_that_is_not_run_is_mentioned_once() -> None:
 
 
 class Counts(TorchFunctionMode):
-    """Counts functions by their names."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[str] = Counter()
@@ -212,8 +202,6 @@ SERVERS: dict[str, Callable[[int], list[Device]]] = {
 
 
 class Linears:
-    """Notes the linear layers outside the blocks; gives zeros for those of one output."""
-
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
         self.places: list[set[str | None]] = []

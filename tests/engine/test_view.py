@@ -91,8 +91,6 @@ class Base(nn.Module):
 
 
 class Derived(Base):
-    """Calls its base's forward."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + Base.forward(self, x)
 
@@ -441,8 +439,6 @@ def test_user_code_in_steps_reads_and_writes_its_module() -> None:
 
 
 class Doubled(nn.Module):
-    """A parametrization."""
-
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 2
 

@@ -110,8 +110,6 @@ def call_in_backward(tensor: Tensor, call: Callable[[], None]) -> Tensor:
 
 
 class ObservedBlock(Block):
-    """A block whose backward pass calls what a test gives."""
-
     on_backward: Callable[[], None] = staticmethod(lambda: None)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -23,8 +23,6 @@ RESUME_QUIET = [
 
 
 class MemoryLogger(Logger):
-    """Keeps what is logged."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[int | None, dict[str, float]]] = []

@@ -57,16 +57,12 @@ class Augmented(Dataset[Any]):
 
 
 class Fetched(Augmented):
-    """Samples that are fetched by the batch."""
-
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
         assert indices, "an empty batch was asked for"
         return [self[index] for index in indices]
 
 
 class Batches(Augmented):
-    """Whole batches as samples."""
-
     def __len__(self) -> int:
         return super().__len__() // 8
 
@@ -251,8 +247,6 @@ def test_a_second_resume_is_exact_too(tmp_path: Path) -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """Samples without a state."""
-
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)

@@ -44,8 +44,6 @@ class _Failing(Regressor):
 
 
 class _FailingDevice(EmulatedDevice):
-    """A device whose next upload fails, if asked to."""
-
     fails = False
 
     def copy(self, *args: Any, **kwargs: Any) -> Any:

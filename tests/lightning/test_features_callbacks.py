@@ -71,8 +71,6 @@ class Tunable(Regressor):
 
 
 class Thaw(BaseFinetuning):
-    """Thaws one layer per epoch, each in a parameter group of its own."""
-
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         self.freeze(pl_module.layers)
 
@@ -211,8 +209,6 @@ def test_loggers_find_the_checkpoints_that_were_chosen(tmp_path: Path) -> None:
 
 
 class Writer(BasePredictionWriter):
-    """Keeps what it is to write."""
-
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")
         self.written: list[Any] = []

@@ -124,8 +124,6 @@ def test_values_per_step_and_per_epoch(tmp_path: Path, name: str, call: str, cou
 
 
 class _Step(_Measured):
-    """Does something with its metric in training_step."""
-
     def __init__(self, do: Callable[[Any, Tensor, Tensor], Any]) -> None:
         super().__init__(MeanSquaredError(), "update")
         self.do = do

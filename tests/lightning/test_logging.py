@@ -41,8 +41,6 @@ class _Outputs(Callback):
 
 
 class _Logging(Regressor):
-    """Logs everything that can be logged."""
-
     def __init__(self) -> None:
         super().__init__()
         self.mse = MeanSquaredError()
@@ -316,8 +314,6 @@ def _named(samples: list[Any]) -> dict[str, Any]:
 
 
 class _Keeps(Callback):
-    """Keeps the batches that hooks are given."""
-
     def __init__(self) -> None:
         self.kept: list[Any] = []
 

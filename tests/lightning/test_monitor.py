@@ -40,8 +40,6 @@ Rows = list[dict[str, float]]
 
 
 class _Seen(Callback):
-    """Keeps what was logged after each batch."""
-
     def __init__(self) -> None:
         self.rows: Rows = []
         self.shown: Rows = []
@@ -129,8 +127,6 @@ def test_share_of_the_peak_of_a_machine_that_is_given(tmp_path: Path) -> None:
 
 
 class _Slow(IterableDataset[Any]):
-    """Vectors that take a while."""
-
     def __iter__(self) -> Iterator[Any]:
         for _ in range(32):
             time.sleep(0.01)

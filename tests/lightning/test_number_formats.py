@@ -28,8 +28,6 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 
 class _Chosen(Regressor):
-    """Steps with an optimizer of choice."""
-
     def __init__(self, make: Any) -> None:
         super().__init__(num_blocks=2)
         self.make = make
@@ -39,8 +37,6 @@ class _Chosen(Regressor):
 
 
 class _Watched(_Chosen):
-    """Keeps the gradients that its optimizer sees."""
-
     def __init__(self, make: Any) -> None:
         super().__init__(make)
         self.gradients: list[dict[str, Tensor]] = []

@@ -85,8 +85,6 @@ def test_microbatches_change_only_rounding(
 
 
 class _Scales(Callback):
-    """Keeps the loss scale and the parameters after every batch."""
-
     def __init__(self) -> None:
         self.scales: list[float] = []
         self.parameters: list[Tensor] = []

@@ -98,8 +98,6 @@ def test_one_cpu_worker_recomputes_what_is_larger_than_the_weights(
 
 
 class Sloped(Attending):
-    """A penalty on the gradient of the output by the input."""
-
     def training_step(self, batch: list[Tensor]) -> Tensor:
         x = batch[0].clone().requires_grad_()
         output = super().training_step([x])

@@ -17,8 +17,6 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 
 class _Steps(Regressor):
-    """Fails if a step is run."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         pytest.fail("training has begun")
 

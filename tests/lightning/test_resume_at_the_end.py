@@ -50,8 +50,6 @@ class _SaveLast(SaveEverywhere, Checkpoint):
 
 
 class _StopAfter(Callback):
-    """Asks for the end after a number of steps."""
-
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -61,8 +59,6 @@ class _StopAfter(Callback):
 
 
 class _Clock(Timer):
-    """Counts batches instead of seconds."""
-
     num_batches = 0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:

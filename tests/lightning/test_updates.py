@@ -325,8 +325,6 @@ def waiting_and_not() -> list[RoundPipeStrategy]:
 
 
 class _Reader(Callback):
-    """Notes what the parameters are whenever it is called."""
-
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
 
@@ -662,8 +660,6 @@ def test_gradients_are_dropped_when_they_have_been_used(tmp_path: Path, keeps: b
 
 
 class _Fails(torch.optim.SGD):
-    """Fails in the update of the head, after so many that went well."""
-
     count = 0
     allowed = 0
 
@@ -724,8 +720,6 @@ def test_callbacks_are_the_users_again_afterwards(tmp_path: Path) -> None:
 
 
 class _Adds(nn.Module):
-    """Adds its weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
@@ -784,8 +778,6 @@ def by_hand(staleness: int, *, window: int = 1, num_batches: int = 8) -> list[fl
 
 
 class _Counts(torch.optim.SGD):
-    """Is stepped as a whole."""
-
     count = 0
 
     def step(self, closure: Any = None) -> Any:
@@ -858,8 +850,6 @@ def test_async_goes_on_after_a_resume_as_if_it_had_never_stopped(tmp_path: Path)
 
 
 class _Poisoned(Regressor):
-    """A NaN in the gradient of one block's parameter, in one batch."""
-
     layers: Any
 
     def on_train_start(self) -> None:
@@ -897,8 +887,6 @@ def test_without_a_wish_a_nan_is_what_it_is_on_one_device(tmp_path: Path) -> Non
 
 
 class _Manual(Regressor):
-    """Steps by itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False

@@ -31,15 +31,11 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 
 class Module(Regressor):
-    """A module that a configuration names."""
-
     def __init__(self, num_blocks: int = 3) -> None:
         super().__init__(num_blocks=num_blocks)
 
 
 class Data(LightningDataModule):
-    """Its data."""
-
     def train_dataloader(self) -> Any:
         return regression_data(16)
 

@@ -21,8 +21,6 @@ Use = Callable[[Tensor, Tensor], Tensor]
 
 
 class Head(nn.Module):
-    """A model that is nothing but its output projection."""
-
     def __init__(self, *, bias: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)

@@ -13,8 +13,6 @@ from tests.kit.architectures import TINY
 
 
 class Small(nn.Module):
-    """Has a saved buffer, an unsaved one, and a tied weight."""
-
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(6, width)

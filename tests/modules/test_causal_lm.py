@@ -90,8 +90,6 @@ COSINE = functools.partial(
 
 
 class Rates(Callback):
-    """Keeps the learning rate of every step."""
-
     def __init__(self) -> None:
         self.rates: list[float] = []
 

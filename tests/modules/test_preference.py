@@ -52,8 +52,6 @@ def batch() -> Any:
 
 
 class Watched(DirectPreferenceModule):
-    """Keeps the gradients of its steps."""
-
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients = {
             name: parameter.grad.clone()

@@ -25,8 +25,6 @@ NUM_BLOCKS = 6
 
 
 class Attention(nn.Module):
-    """Attends over the samples of its microbatch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.project = nn.Linear(WIDTH, 3 * WIDTH)

@@ -52,8 +52,6 @@ LAST = "last.ckpt"
 
 
 class Block(nn.Module):
-    """A residual block with dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, 4 * WIDTH)
@@ -139,8 +137,6 @@ class SaveEverywhere(Callback):
 
 @dataclass(kw_only=True)
 class Result:
-    """Figures to print."""
-
     kills: int = 0
     lost: int = 0
     mismatches: int = 0

@@ -52,8 +52,6 @@ FAULTS = {
 
 
 class ForgetfulDevice(ServedDevice):
-    """A device that leaves waits out."""
-
     def __init__(self, index: int, *, server: EmulatedServer, fault: Fault) -> None:
         super().__init__(index, server=server)
         self._fault = fault
@@ -75,8 +73,6 @@ class ForgetfulDevice(ServedDevice):
 
 
 class ForgetfulServer(EmulatedServer):
-    """A server of forgetful devices."""
-
     def __init__(self, num_devices: int, *, fault: Fault, **given: Any) -> None:
         self._fault = fault
         super().__init__(num_devices, **given)
