@@ -90,11 +90,7 @@ def reading(part: str) -> Iterator[None]:
 def check_optimizer_states(
     optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse the states of other optimizers; none at all are as if they had just been made.
-
-    Raises:
-        CheckpointError: Their number, or that of their groups or parameters, is another one.
-    """
+    """Refuse (CheckpointError) the states of other optimizers; none at all are as if just made."""
     if optimizers and not states:
         warnings.warn(
             "The checkpoint has no states of optimizers: they begin anew, and the resumed run is "
@@ -121,11 +117,7 @@ def check_optimizer_states(
 
 
 def check_optimizer_options(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers whose groups lack options, because another optimizer's were loaded.
-
-    Raises:
-        CheckpointError: Naming the optimizer and the options.
-    """
+    """Raise a CheckpointError naming options that groups lack: another optimizer's were loaded."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             missing = optimizer.defaults.keys() - group.keys()
@@ -168,11 +160,7 @@ def left_out(checkpoint: Mapping[str, Any]) -> frozenset[str]:
 
 
 def check_base(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse a base that is not the one that the checkpoint leaves out.
-
-    Raises:
-        CheckpointError: A parameter is missing, has another shape or other values.
-    """
+    """Raise a CheckpointError if a frozen parameter is missing, or has another shape or values."""
     described = checkpoint.get(FROZEN_KEY)
     if not described:
         return

@@ -199,11 +199,7 @@ def _read_index(path: Path) -> dict[str, Path]:
 def load_file(
     file: Path, *, map_location: Any = None, weights_only: bool | None = None, mmap: bool = False
 ) -> Any:
-    """Read a file of `torch.save`, as `torch.load` does.
-
-    Raises:
-        CheckpointError: It is none, or holds objects that `weights_only` forbids.
-    """
+    """As `torch.load`; CheckpointError if it is none, or holds what `weights_only` forbids."""
     if not zipfile.is_zipfile(file):
         mmap = False  # torch's old format
     try:

@@ -231,11 +231,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         return super().load_checkpoint(*args, **options)
 
     def wait(self) -> None:
-        """Wait until all saves and removals have been done.
-
-        Raises:
-            CheckpointError: A checkpoint could not be written.
-        """
+        """Wait until all saves and removals are done; CheckpointError if one was not written."""
         self._queue.drain()
         self._queue.raise_error()
 

@@ -204,11 +204,7 @@ class Engine:
         return self._open.transfers.host_bytes
 
     def plan_for(self, chain: Chain, plan: Plan) -> None:
-        """Run other calls of blocks, by a plan for some number of microbatches, from now on.
-
-        Raises:
-            PlanError: If the plan is not for the chain.
-        """
+        """Run other calls of blocks, by a plan, from now on; PlanError if it is not for them."""
         self._open.steps.finish_all()
         before = self.chain
         self.chain = chain

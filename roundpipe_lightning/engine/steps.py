@@ -332,11 +332,7 @@ class StepsInFlight:
             self.finish(self._steps[-1])
 
     def begin(self, step: Step, stage_runs: Sequence[WorkerRuns]) -> None:
-        """Begin a step, for which there is capacity.
-
-        Raises:
-            Exception: What a step that is in flight has failed with.
-        """
+        """Begin a step, for which there is capacity; raises what one in flight failed with."""
         overlaps = not self.is_empty
         if overlaps and self._has_failed:
             self._raise_failure()

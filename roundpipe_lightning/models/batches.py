@@ -46,11 +46,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Return the number of rows in a batch.
-
-    Raises:
-        BatchError: If its tensors have not all the same first dimension, or it holds other things.
-    """
+    """Return the rows of a batch; BatchError if its tensors differ in them or it holds others."""
     sizes: set[int] = set()
 
     def look(leaf: Any) -> Any:

@@ -281,11 +281,7 @@ def _add_tokenizer(model: Any, folder: Path, *, tokenizer: Any) -> None:
 
 
 def check_replaceable(folder: Path, *, overwrite: bool) -> None:
-    """Refuse to replace what is no export.
-
-    Raises:
-        CheckpointError: The folder holds something else, and `overwrite` is not set.
-    """
+    """Raise a CheckpointError if a folder holds something else, and `overwrite` is not set."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise CheckpointError(f"output_dir={folder} is a file or a link, not a folder of its own.")
     if not folder.is_dir() or overwrite or (folder / MARKER).is_file():

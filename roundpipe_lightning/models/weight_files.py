@@ -125,11 +125,7 @@ def _shards_of(index: Path) -> list[str]:
 
 
 def check_exported(file: Path) -> None:
-    """Refuse a file whose bytes differ from the checksum that its export has written beside it.
-
-    Raises:
-        ModelSourceError: They differ.
-    """
+    """Raise a ModelSourceError if a file differs from the checksum its export wrote beside it."""
     marker = file.with_name(MARKER)
     try:
         expected = json.loads(marker.read_text(encoding="utf-8"))["crc32"][file.name]
@@ -278,11 +274,7 @@ class UnmappedWeightsWarning(UserWarning):
 
 
 def check_can_map() -> None:
-    """Refuse systems on which a private mapping takes memory as a copy would.
-
-    Raises:
-        ConfigurationError: On Windows.
-    """
+    """Raise a ConfigurationError on Windows: a private mapping takes memory as a copy would."""
     if sys.platform == "win32":
         raise ConfigurationError(
             "model.frozen_weights=mmap: Windows reserves memory for the whole of a private "

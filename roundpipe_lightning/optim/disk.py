@@ -84,11 +84,7 @@ class StateFile:
             os.posix_fadvise(self._number, part.start, part.stop - part.start, advice)
 
     def write_behind(self, part: Range) -> None:
-        """Write a part to the disk, wait, and drop it from memory.
-
-        Raises:
-            OffloadError: It could not be written. Then it stays in memory.
-        """
+        """Write a part to the disk and drop it; OffloadError if that fails: it stays in memory."""
         number, size = self._number, part.stop - part.start
         try:
             _sync(number, part.start, size)

@@ -212,11 +212,7 @@ class StatePlace:
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """Refuse options of a parameter group that cannot be, or that ask for another algorithm.
-
-    Raises:
-        ConfigurationError: Naming the option.
-    """
+    """Raise a ConfigurationError naming an option that cannot be, or asks for another algorithm."""
     if group.get("amsgrad"):
         raise ConfigurationError(
             "amsgrad=True: HostAdamW keeps no largest second moment. Use amsgrad=False, or "

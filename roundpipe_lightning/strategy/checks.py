@@ -55,11 +55,7 @@ def check_trainer_flags(strategy: ParallelStrategy) -> None:
 
 
 def check_trainer_is_alone(*, is_alone: bool) -> None:
-    """Refuse a strategy object for two Trainers at a time.
-
-    Raises:
-        ConfigurationError: Another Trainer was made with the object, or still runs with it.
-    """
+    """Raise a ConfigurationError if another Trainer was made with the object, or runs with it."""
     if not is_alone:
         raise ConfigurationError(
             "Two Trainers have the same RoundPipeStrategy object. It serves several one after the "

@@ -193,11 +193,7 @@ class Options:
 
 
 def upload_dtype_of(options: Options, precision: RoundPipePrecision) -> torch.dtype | None:
-    """Return the dtype of the copies that are uploaded; None: masters are.
-
-    Raises:
-        ConfigurationError: The precision does not compute in it.
-    """
+    """The dtype of uploaded copies, None: masters; ConfigurationError if precision has another."""
     if options.upload_dtype is None:
         return None
     dtype = _DTYPES[options.upload_dtype]

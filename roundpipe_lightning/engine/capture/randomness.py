@@ -235,11 +235,7 @@ class RandomStream:
         self._own = OwnGenerators()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a torch function, with a seed of its own if it may draw.
-
-        Raises:
-            RandomnessError: If it draws where a recompute cannot repeat it.
-        """
+        """Call a torch function; RandomnessError if it draws where a recompute cannot repeat it."""
         if not self.drops_out:
             func, args, kwargs = _without_dropout(func, args, kwargs)
         if not may_draw(func, args, kwargs):

@@ -256,11 +256,7 @@ class HostStore:
         return self.previous if self.uses_previous else {}
 
     def check_unwritten(self, block: nn.Module) -> None:
-        """Raise if a parameter that is mapped from a file was written to.
-
-        Raises:
-            ConfigurationError: Naming it.
-        """
+        """Raise a ConfigurationError naming a parameter of a file that was written to."""
         for parameter in self._of_block[block] if self._mapped else ():
             if isinstance(parameter, MappedParameter) and parameter in self._mapped:
                 parameter.check_unwritten(self._mapped[parameter])

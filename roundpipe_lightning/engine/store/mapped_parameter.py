@@ -47,11 +47,7 @@ class MappedParameter(nn.Parameter):
         return nn.Parameter(self.data, requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
     def check_unconverted(self, name: str) -> None:
-        """Refuse a frozen parameter that is in memory now, converted to another dtype.
-
-        Raises:
-            ConfigurationError: Naming it and its file.
-        """
+        """Raise a ConfigurationError, naming the file, if it was converted, and is in memory."""
         if not self.requires_grad and self.data_ptr() != self._address:
             raise ConfigurationError(
                 f"Parameter {name} was a view of {self.file} (model.frozen_weights=mmap) and has "
@@ -69,11 +65,7 @@ class MappedParameter(nn.Parameter):
         return self.data_ptr() == self._address and not self.requires_grad
 
     def check_unwritten(self, name: str) -> None:
-        """Refuse a parameter that was written to in place.
-
-        Raises:
-            ConfigurationError: Naming it and its file.
-        """
+        """Raise a ConfigurationError, naming the file, if the parameter was written to in place."""
         if self.data_ptr() == self._address and self._version != self._written:
             raise ConfigurationError(
                 f"Parameter {name} of shape {tuple(self.shape)} was written to, but it is a "

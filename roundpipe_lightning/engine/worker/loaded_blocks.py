@@ -340,11 +340,7 @@ class ResidentBlocks:
         return writes
 
     def written_tensor(self, module: nn.Module, name: str) -> Tensor:
-        """Return the tensor that a block has left in an attribute since `take_writes`.
-
-        Raises:
-            CaptureError: If it has left none there.
-        """
+        """Return what a block left in an attribute since `take_writes`; CaptureError if none."""
         for one, attribute, value in reversed(self._writes):
             if one is module and attribute == name and isinstance(value, Tensor):
                 return value

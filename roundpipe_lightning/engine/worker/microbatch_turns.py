@@ -116,11 +116,7 @@ class MicrobatchTurns:
     # -------------------------------------------------------------------------------- begin and end
 
     def enter(self) -> None:
-        """Wait for the turn, unless the microbatch has it already.
-
-        Raises:
-            StepAborted: If the step has failed elsewhere.
-        """
+        """Wait for the turn, unless it is had already; StepAborted if the step has failed."""
         if self._activation is not None:
             return
         with self._classes.released():

@@ -103,11 +103,7 @@ class MetaCopy:
         )
 
     def copy(self, value: Any) -> Any:
-        """Return the copy's object for an original.
-
-        Raises:
-            ConfigurationError: The object cannot be copied.
-        """
+        """Return the copy's object for an original; ConfigurationError if it cannot be copied."""
         if isinstance(value, _SHARED):
             return value
         known = self._made.get(id(value))

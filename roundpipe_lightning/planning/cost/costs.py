@@ -155,11 +155,7 @@ def stage_costs(
     route: BoundaryRoute = BoundaryRoute.THROUGH_HOST,
     speeds: tuple[float, ...] = (),
 ) -> StageCosts:
-    """Add up the blocks of every stage.
-
-    Raises:
-        PlanError: If the partition is for another number of blocks.
-    """
+    """Add up the blocks of every stage; PlanError if the partition has another number of blocks."""
     if partition.num_blocks != profile.num_blocks:
         raise PlanError(f"'{partition}' does not cut a model of {profile.num_blocks} blocks.")
     costs = [_stage_cost(stage, profile, recompute) for stage in partition.stages()]

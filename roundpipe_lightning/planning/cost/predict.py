@@ -126,11 +126,7 @@ class StepModel:
         )
 
     def predict(self, layout: PipelineLayout) -> StepPrediction:
-        """Predict an optimizer step.
-
-        Raises:
-            PlanError: The layout does not fit the model or the machine.
-        """
+        """Predict an optimizer step; PlanError if the layout does not fit model or machine."""
         host, costs = self.host, self.costs(layout)
         runs, timeline = self._simulated(layout, costs)
         pipeline = timeline.makespan_seconds

@@ -68,11 +68,7 @@ class MatrixRates:
                 _check_positive(f"matrix_rates.{name}", value)
 
     def of(self, dtype: str) -> float:
-        """Return the rate for a dtype's name, e.g. `bfloat16`.
-
-        Raises:
-            HardwareError: The device has no such rate.
-        """
+        """Return the rate for a dtype's name, e.g. `bfloat16`; HardwareError if there is none."""
         known = {name: rate for name, rate in vars(self).items() if rate is not None}
         if dtype not in known:
             names = ", ".join(known)

@@ -45,11 +45,7 @@ def reversed_cuts(num_blocks: int, cuts: Sequence[int]) -> tuple[int, ...]:
 def check_partition(
     partition: Partition, *, cuts: Sequence[int], block_names: Sequence[str], what: str
 ) -> None:
-    """Refuse a partition with a stage that spans a cut; `what` has it, for the message.
-
-    Raises:
-        PlanError: A stage spans a cut.
-    """
+    """Raise a PlanError if a stage spans a cut; `what` has it, for the message."""
     for stage in partition.stages():
         blocks = stage.blocks
         cut = next((cut for cut in cuts if blocks.start < cut < blocks.stop), None)

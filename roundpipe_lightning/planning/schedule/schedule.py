@@ -179,11 +179,7 @@ class Dependency:
 
 
 def dependencies(key: ActionKey, partition: Partition) -> tuple[Dependency, ...]:
-    """Return the actions that the action `key` waits for.
-
-    Raises:
-        PlanError: If the partition has no such stage.
-    """
+    """Return the actions that an action waits for; PlanError if the partition has no such stage."""
     microbatches: Sequence[int] = (key.microbatch,)
     if partition.joined and key.kind is StageKind.FUSED:
         first = key.microbatch - key.microbatch % partition.joined

@@ -222,11 +222,7 @@ def _wanted(limits: StageLimits, footprint: Footprint, request: PlanningRequest)
 def pipeline_configs(
     hardware: HardwareSpec, request: PlanningRequest, *, num_batches: int
 ) -> list[PipelineConfig]:
-    """Return every way for the microbatches to travel that a request leaves.
-
-    Raises:
-        PlanError: If the request contradicts the machine.
-    """
+    """Return all ways to travel that a request leaves; PlanError if it contradicts the machine."""
     num_workers = hardware.num_devices
     divisors = [size for size in range(1, num_workers + 1) if num_workers % size == 0]
     slots = (2,) if hardware.shares_host_memory else sorted(set(request.weight_slots), reverse=True)

@@ -195,11 +195,7 @@ class PartitionHints:
     def check(
         self, *, num_blocks: int, num_devices: int, num_microbatches: int, cuts: Sequence[int] = ()
     ) -> None:
-        """Refuse hints that do not fit a model, a machine or a batch.
-
-        Raises:
-            PlanError: A hint cannot be kept.
-        """
+        """Raise a PlanError if a hint does not fit a model, a machine or a batch."""
         for name, counts in (("forward", self.forward), ("backward", self.backward)):
             total = sum(counts or ())
             if total > num_blocks or (name == "backward" and counts and total != num_blocks):

@@ -360,11 +360,7 @@ class OptimizerSync:
             rank_zero_warn(f"{message} See docs/updates.md.")
 
     def join(self) -> None:
-        """Wait for the step that was submitted last.
-
-        Raises:
-            Exception: What the optimizer has raised, once; or the batch that it waited for.
-        """
+        """Wait for the step submitted last; raises once what it, or its batch, failed with."""
         self._runtime.synchronize()
         if self._runtime.updater is not None:
             self._runtime.updater.join()
