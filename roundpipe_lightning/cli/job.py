@@ -288,6 +288,12 @@ class Job:
             whole(f"trainer.{name}", self.config.trainer.get(name, -1), least=-1)
         count = None if self.strategy is None else self.num_microbatches
         if count is not None and size is not None and count > size:
+            if self.options.given_plan is not None:
+                raise BatchError(
+                    f"partition.plan={self.options.plan} is for {count} microbatches, more than "
+                    f"the {size} windows of data.batch_size={size}: it was made for another batch. "
+                    "Set that data.batch_size, or partition=auto."
+                )
             raise BatchError(
                 f"partition.num_microbatches={count} is more than the data.batch_size={size} "
                 "windows of a batch. Lower the one or raise the other."

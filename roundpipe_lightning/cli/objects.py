@@ -121,6 +121,7 @@ def read_adapters(config: DictConfig | Mapping[str, Any]) -> Adapters | None:
 
 
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_LEAST_SIZE = 2**20  # less is a number whose unit was forgotten
 _SIZES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -159,6 +160,7 @@ def size_of(name: str, value: object) -> int | None:
     if value is None:
         return None
     found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(value))
-    if found is None or found[2].upper() not in _SIZES or float(found[1]) <= 0:
+    unit = None if found is None else _SIZES.get(found[2].upper())
+    if found is None or unit is None or float(found[1]) * unit < _LEAST_SIZE:
         raise HardwareError(f"{name}={value}: give a size with its unit, such as {name}=600GiB.")
-    return int(float(found[1]) * _SIZES[found[2].upper()])
+    return int(float(found[1]) * unit)

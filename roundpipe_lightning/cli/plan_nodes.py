@@ -67,12 +67,17 @@ def scaling_lines(answers: Sequence[FitAnswer]) -> list[str]:
                 f"{speed:,.0f}",
                 f"{speed / (num * alone):.0%}",
                 f"{exchange.seconds:.3g} s" if num > 1 else "",
-                f"{answer.hidden_tokens:,.0f}" if num > 1 else "",
+                hidden_text(answer) if num > 1 else "",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.rjust, row, widths)) for row in rows)
     return [f"  {line.rstrip()}" for line in lines]
+
+
+def hidden_text(answer: FitAnswer) -> str:
+    """The tokens of a step and host that hide the network."""
+    return "never" if answer.hidden_tokens is None else f"{answer.hidden_tokens:,.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)

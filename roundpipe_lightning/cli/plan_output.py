@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.plan_answer import Change, change_text
-from roundpipe_lightning.cli.plan_nodes import HostPlan, scaling_lines
+from roundpipe_lightning.cli.plan_nodes import HostPlan, hidden_text, scaling_lines
 from roundpipe_lightning.planning.cost.device_memory import MemoryNeed
 from roundpipe_lightning.planning.report.description import (
     PlanDescription,
@@ -302,7 +302,7 @@ class PlanOutput:
                     f"{machine.network_bytes_per_second * 8e-9:g} Gb/s: each sends and receives "
                     f"{size} a step, {exchange.seconds:.3g} s; the step waits {waits:.3g} s for it"
                 ),
-                f"  hidden from {answer.hidden_tokens:,.0f} tokens per step and host on",
+                f"  hidden from so many tokens per step and host on: {hidden_text(answer)}",
             ]
         if len(self.scaling) > 1:
             lines += ["", "Hosts", *scaling_lines(self.scaling)]

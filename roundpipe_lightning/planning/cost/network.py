@@ -9,13 +9,14 @@ compute    F F F F B B B B B B B B B B B B │ F F F F
 network            g7 g6 g5 w7 g4 w6 ..    │ .. w0 w1
 ```
 
-Where blocks are stepped one by one, all of it may go on beside the step. Where clipping or
-accumulation has the optimizer wait for all gradients, these go on beside the backward pass of the
-last batch, and the new values beside the forward pass of the first one.
+Where blocks are stepped one by one, all of it may go on beside the step. Where clipping has the
+optimizer wait for all gradients, these go on beside the backward pass, and the new values beside
+the next forward pass. Accumulated gradients leave when the last backward pass has ended.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -69,7 +70,7 @@ class Exchange:
         hardware: HardwareSpec,
         steps_at_end: bool,
     ) -> Exchange:
-        """Describe a training's: gradients as they are summed up, new values as they are uploaded.
+        """Describe a training's: gradients as they are summed up, new values as masters are.
 
         Args:
             work: The model.
@@ -84,7 +85,8 @@ class Exchange:
         return cls(
             hardware=hardware,
             gradient_bytes=away * storage.gradient_bytes,
-            weight_bytes=away * uploaded / max(count, 1),
+            # A master in four bytes travels, where its copy in two is uploaded.
+            weight_bytes=away * (uploaded / max(count, 1) + storage.master_bytes / 2),
             steps_at_end=steps_at_end,
         )
 
@@ -107,7 +109,8 @@ class Exchange:
             alone: A step of one host.
             profile: The model, for how much of a batch is its forward pass.
         """
-        return max(needed / room for needed, room in self._pairs(alone, profile))
+        pairs = self._pairs(alone, profile)
+        return max(needed / room if room else math.inf for needed, room in pairs)
 
     def with_network(self, alone: StepPrediction, profile: ModelProfile) -> StepPrediction:
         """Return the step with what of the exchange nothing hides."""
@@ -122,7 +125,8 @@ class Exchange:
         forward = sum(part.forward_seconds for part in profile.parts)
         both = profile.busy_seconds + profile.seconds_to_recompute(alone.layout.recompute)
         share = forward / both if both else 0.5
+        backward = (1 - share) * batch if alone.layout.num_batches == 1 else 0.0
         return [
-            (self._seconds(self.gradient_bytes), (1 - share) * batch),
+            (self._seconds(self.gradient_bytes), backward),
             (self._seconds(self.weight_bytes), share * batch),
         ]

@@ -370,7 +370,10 @@ def _with_defaults(figures: Mapping[str, Any], folder: Path | None) -> dict[str,
         if not path.is_file():
             path = _folder() / path.name
         if not path.is_file():
-            raise HardwareError(f"defaults has {entry!r}, which is no file of conf/hardware.")
+            raise HardwareError(
+                f"defaults has {entry!r}, which is no file of conf/hardware: name a device, such "
+                "as rtx4090, and set devices to their number."
+            )
         found |= _with_defaults(_read(path), path.parent)
     return found | {str(key): value for key, value in figures.items() if key != "defaults"}
 

@@ -10,6 +10,7 @@ do not depend on what was measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -172,22 +173,25 @@ class FitAnswer:
         return not self.fits, 0.0 if self.prediction is None else self.prediction.step_seconds
 
     @property
-    def hidden_tokens(self) -> float:
-        """Tokens of a step and host from which on no step waits for the network; 0 without a plan.
+    def hidden_tokens(self) -> float | None:
+        """Tokens of a step and host from which on no step waits for the network.
 
-        A step is taken to get longer as its tokens do.
+        None: it always does, or there is no plan. A step is taken to get longer as its tokens do.
         """
         if self.prediction is None:
-            return 0.0
+            return None
         waits = self.prediction.network_seconds
         alone = replace(self.prediction, step_seconds=self.prediction.step_seconds - waits)
-        return self.job.step_tokens * self.job.exchange.share_of_room(alone, self.job.profile)
+        share = self.job.exchange.share_of_room(alone, self.job.profile)
+        return self.job.step_tokens * share if math.isfinite(share) else None
 
     def on_hosts(self, num_nodes: int) -> FitAnswer:
         """Return the answer with the same plan on another number of hosts."""
         hardware = replace(self.job.hardware, num_nodes=num_nodes)
         job = replace(self.job, hardware=hardware)
-        planned = self.planned and replace(self.planned, prediction=job.predict(self.layout))
+        planned = self.planned
+        if planned is not None:
+            planned = replace(planned, prediction=job.predict(planned.prediction.layout))
         return replace(self, job=job, memory=job.report(self.layout), planned=planned)
 
     @property
