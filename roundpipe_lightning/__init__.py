@@ -12,6 +12,7 @@ from roundpipe_lightning.callbacks import (
     PipelineMonitor,
     PipelineTimeline,
     PlanReport,
+    RunReport,
 )
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.models.losses.linear_cross_entropy import linear_cross_entropy
@@ -42,6 +43,7 @@ __all__ = [
     "RoundPipeCheckpointIO",
     "RoundPipePrecision",
     "RoundPipeStrategy",
+    "RunReport",
     "errors",
     "finetune",
     "linear_cross_entropy",

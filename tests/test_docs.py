@@ -88,6 +88,7 @@ PARTS = {
     "pretrained_export",
     "timeline",
     "progress_bar",
+    "run_report",
     "lr_monitor",
 }
 """Files of conf/callbacks that the choices are made of."""

@@ -24,6 +24,7 @@ PUBLIC_NAMES = [
     "RoundPipeCheckpointIO",
     "RoundPipePrecision",
     "RoundPipeStrategy",
+    "RunReport",
     "errors",
     "finetune",
     "linear_cross_entropy",

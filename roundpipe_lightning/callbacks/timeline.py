@@ -155,18 +155,25 @@ class PipelineTimeline(Callback):
         return _NUM_WARMUP_STEPS <= number < _NUM_WARMUP_STEPS + _NUM_DEFAULT_STEPS
 
     def _write(self, trainer: Trainer) -> None:
-        measured, predicted = self.measured, self.predicted
-        if predicted is None:
+        measured, predicted, picture = self.measured, self.predicted, self.picture()
+        if predicted is None or picture is None:
             return
         folder = self._dirpath or Path(trainer.log_dir or trainer.default_root_dir)
-        by_duration = sorted(measured, key=lambda number: measured[number].makespan_seconds)
-        typical = by_duration[len(by_duration) // 2]
         titles = {f"measured, batch {number}": measured[number] for number in sorted(measured)}
         write_text(folder / "timeline.json", render_trace({"predicted": predicted, **titles}))
-        title = f"measured, batch {typical}"
-        drawn = {"predicted": predicted.beside(titles[title]), title: titles[title]}
+        write_text(folder / "timeline.svg", picture)
+
+    def picture(self) -> str | None:
+        """The prediction above the typical recorded step, as SVG; None before a step."""
+        measured, predicted = self.measured, self.predicted
+        if predicted is None:
+            return None
+        by_duration = sorted(measured, key=lambda number: measured[number].makespan_seconds)
+        number = by_duration[len(by_duration) // 2]
+        typical = measured[number]
+        drawn = {"predicted": predicted.beside(typical), f"measured, batch {number}": typical}
         notes = {name: self._idle_note(timeline) for name, timeline in drawn.items()}
-        write_text(folder / "timeline.svg", render_svg(drawn, notes=notes))
+        return render_svg(drawn, notes=notes)
 
     def _idle_note(self, timeline: Timeline) -> str:
         assert self._plan is not None

@@ -53,6 +53,8 @@ RUN_FILES = {
     "checkpoints/last.ckpt",
     "timeline.json",
     "timeline.svg",
+    "report.html",
+    "loss.svg",
     "summary.json",
     "train.log",
     ".hydra/config.yaml",
