@@ -305,7 +305,7 @@ class Engine:
                 take=opened.store.take_gradients,
                 shared=(*opened.store.shared, *self.chain.repeated),
             ),
-            draws=StepDraws(self._random_lock),
+            draws=StepDraws(self._random_lock, looks_for_others=not self._num_steps),
             compiler=self._compiler,
             returned=Countdown(1 if joined else plan.num_microbatches),
             forms=self.forms if joined else None,

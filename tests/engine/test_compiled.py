@@ -86,6 +86,24 @@ def test_blocks_of_a_kind_share_code_and_keep_their_own_parameters() -> None:
     assert (backend.count, compiler.num_kinds) == (2, 2)
 
 
+def test_every_device_has_code_of_its_own() -> None:
+    """Code for more devices than PyTorch compiles one function for would run as it is."""
+
+    class There(Placed):
+        def leaf_of(self, parameter: nn.Parameter) -> nn.Parameter:
+            return self.leaves.setdefault(parameter, nn.Parameter(parameter.detach().to("meta")))
+
+        def buffer_of(self, buffer: Tensor) -> Tensor:
+            return buffer.to("meta")
+
+    backend, x, block = Backend(), torch.randn(3, 4), Block(0)
+    compiler = ready(backend)
+    for _ in range(2):
+        run(compiler, block, x)
+        assert run(compiler, block, x.to("meta"), placed=There()).is_meta
+    assert (backend.count, compiler.num_kinds) == (2, 2)
+
+
 def test_graphs_of_pytorchs_own_compiler_agree() -> None:
     """As `inductor` makes them, without the code that needs a C++ compiler."""
     block, x = Block(0), torch.randn(3, 4)

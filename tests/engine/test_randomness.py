@@ -17,6 +17,7 @@ from roundpipe_lightning.engine.capture.randomness import (
     OwnGenerators,
     RandomStream,
     StepDraws,
+    UnrepeatableDrawWarning,
     mix,
 )
 from roundpipe_lightning.engine.chain.saved_outputs import ChangedRecomputeWarning
@@ -30,7 +31,9 @@ from tests.kit.engine import (
     Regressor,
     auto_plan,
     check_parity,
+    cpu_workers,
     differences,
+    emulated_workers,
     engine_for,
     engine_of,
     engine_step,
@@ -40,6 +43,7 @@ from tests.kit.engine import (
     plan_of,
     regression_batches,
 )
+from tests.kit.moments import call_in_backward
 
 
 class Recording(nn.Module):
@@ -367,6 +371,26 @@ def test_draws_that_are_not_seen_show_in_the_recompute(
 ) -> None:
     with pytest.warns(ChangedRecomputeWarning, match="Draw random numbers with torch"):
         _step_with(function)
+
+
+def _draw() -> None:
+    torch.rand(())
+
+
+class Drawing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return call_in_backward(super().forward(x), _draw)
+
+
+@pytest.mark.parametrize("workers", [cpu_workers, emulated_workers])
+def test_draws_in_a_backward_pass_are_warned_of_once(workers: Any) -> None:
+    module, batches = Regressor(2), regression_batches(2)
+    module.layers[1] = Drawing()
+    with engine_for(module, devices=workers(2), num_microbatches=2) as engine:
+        with pytest.warns(UnrepeatableDrawWarning, match="Draw them in the forward pass") as seen:
+            mean_step(engine, batches)
+        assert len(seen) == 1
+        mean_step(engine, batches)
 
 
 def test_a_generator_that_a_block_seeds_is_allowed() -> None:

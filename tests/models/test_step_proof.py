@@ -169,7 +169,7 @@ def test_blocks_may_multiply_by_groups_in_any_dtype() -> None:
     assert prove_step(batch={"x": torch.zeros(6, 8)}, run=run) is LossKind.ROWS
 
 
-@pytest.mark.parametrize(("given", "times"), [((), 1), ((object(),), 5), (({},), 5)])
+@pytest.mark.parametrize(("given", "times"), [((), 2), ((object(),), 5), (({},), 5)])
 def test_one_block_of_a_kind_runs_where_it_can_write_into_nothing(
     given: tuple[Any, ...], times: int
 ) -> None:
@@ -185,12 +185,28 @@ def test_one_block_of_a_kind_runs_where_it_can_write_into_nothing(
 
     def run(batch: dict[str, Tensor], around: Callable[..., Any]) -> Any:
         x = batch["x"]
-        for _ in range(5):
+        for _ in range(5):  # the first one is given what needs no gradient
             x = around(block, 0)(x, *map(copy, given))
         return x.square().mean(), []
 
     assert prove_step(batch={"x": torch.zeros(6, 8)}, run=run) is LossKind.ROWS
     assert len(ran) == 2 * times
+
+
+@pytest.mark.parametrize("other", [Tensor.detach, lambda x: x.T.contiguous().T])
+def test_a_block_runs_again_on_other_strides_or_without_gradients(other: Any) -> None:
+    ran: list[Tensor] = []
+
+    def block(x: Tensor) -> Tensor:
+        ran.append(x)
+        return x
+
+    def run(batch: dict[str, Tensor], around: Callable[..., Any]) -> Any:
+        x = LINEAR(batch["x"])
+        return (around(block, 0)(x) + around(block, 0)(other(x))).square().mean(), []
+
+    assert prove_step(batch={"x": torch.zeros(6, 8)}, run=run) is LossKind.ROWS
+    assert len(ran) == 2 * 2
 
 
 def test_logs() -> None:

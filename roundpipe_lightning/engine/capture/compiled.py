@@ -97,10 +97,12 @@ class BlockCompiler:
             return view
         copy = plain_copy(block, parameter=placed.leaf_of, buffer=placed.buffer_of)
         draws = stream if name in self._drawing else None
-        return _Compiled(copy, run=self._code_for(block), stream=draws)
+        return _Compiled(copy, run=self._code_for(block, copy), stream=draws)
 
-    def _code_for(self, block: nn.Module) -> Callable[..., Any]:
-        kind = kind_of(block)
+    def _code_for(self, block: nn.Module, placed: nn.Module) -> Callable[..., Any]:
+        # PyTorch gives code up that it has compiled for more than a few devices.
+        tensors = (*placed.parameters(), *placed.buffers())
+        kind = frozenset(tensor.device for tensor in tensors), kind_of(block)
         with self._lock:
             if kind not in self._kinds:
                 self._kinds[kind] = self._compiled(number=len(self._kinds))

@@ -8,9 +8,8 @@ takes one (`capture/randomness.py`), else for the default ones during the draw:
     seed = hash(step seed, microbatch, place, number of the draw within the place)
 
 where the place is a block or a segment of user code. The forward pass of block 3 for microbatch 1
-and its recompute therefore see the same dropout masks, on any number of workers. The step seed is
-one number drawn from the host's generator, so `seed_everything` governs it and a checkpoint of that
-generator's state carries it.
+and its recompute therefore see the same dropout masks, on any number of workers. The strategy makes
+the step seed of the seed of the run and the batch's number: `seed_everything` governs it.
 
 The seeds follow the integer mixer SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
 number generators, OOPSLA 2014).
@@ -20,8 +19,9 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -174,21 +174,49 @@ def _without_dropout(
     return func, args, kwargs
 
 
+class UnrepeatableDrawWarning(UserWarning):
+    """Random numbers are drawn where they depend on which thread comes first."""
+
+
 class StepDraws:
     """The draws of one step from the process-wide generators.
 
     Args:
         lock: Guards the generators: one draw at a time, their states put back after it. Shared by
             all steps of an engine.
+        looks_for_others: Whether to warn, once, of draws in a backward pass.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.Lock, *, looks_for_others: bool = False) -> None:
         self.num_draws = 0  # how often the step has drawn from generators that others may draw from
         self._lock = lock
+        self._looks_for_others = looks_for_others
 
     def undisturbed(self, call: Callable[[], Any]) -> Any:
         with self._lock:
             return call()
+
+    @contextmanager
+    def watched(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
+        """Warn of code that draws from generators itself, as the engine cannot see it do."""
+        if not self._looks_for_others:
+            yield
+            return
+        before = self._states(generators)
+        yield
+        if self._states(generators) != before:
+            self._looks_for_others = False
+            warnings.warn(
+                "A backward pass draws random numbers (a torch.autograd.Function, a hook): which "
+                "microbatch gets which is not the same every time. Draw them in the forward pass "
+                "and save them for the backward pass.",
+                category=UnrepeatableDrawWarning,
+                stacklevel=2,
+            )
+
+    def _states(self, generators: Sequence[torch.Generator]) -> list[bytes]:
+        with self._lock:
+            return [generator.get_state().numpy().tobytes() for generator in generators]
 
     def draw(
         self, seed: int, generators: Sequence[torch.Generator], call: Callable[[], Any]
@@ -259,6 +287,10 @@ class RandomStream:
         if result is NotImplemented:
             result = self._step_draws.draw(seed, self._generators(), lambda: func(*args, **kwargs))
         return result
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Run a backward pass, which should not draw, until the end of the context."""
+        return self._step_draws.watched(self._generators())
 
     def draw_all(self, call: Callable[[], Any]) -> Any:
         self.num_draws += 1

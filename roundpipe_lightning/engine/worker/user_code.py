@@ -336,7 +336,8 @@ class UserCode(TorchFunctionMode):
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        with self.resumed(), without_autocast():
+        watched = nullcontext() if self.stream is None else self.stream.watched()
+        with watched, self.resumed(), without_autocast():
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -191,7 +191,7 @@ def _like(tensor: Tensor) -> Tensor:
 def _described(leaf: Any) -> Any:
     """Return what tells arguments of a block apart; None for an object that it may write into."""
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
     return repr(leaf) if leaf is None or isinstance(leaf, bool | int | float | str) else None
 
 
