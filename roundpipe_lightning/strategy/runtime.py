@@ -220,6 +220,8 @@ class PipelineRuntime:
             self._previous = {}
             if self.watch is not None:
                 self.watch.count_uses()
+            if self.hosts is not None:
+                self.hosts.control.serve = self.updater.make_whole
             begin, self._begin_update = self._begin_update, None
             if begin is not None:
                 begin(self.updater)
@@ -535,6 +537,15 @@ class PipelineRuntime:
             self.synchronize()
         if self.updater is not None:
             self.updater.join()
+
+    def make_whole(self) -> None:
+        """Wait for the update, and have all values here of which other hosts own a part.
+
+        One host may call this alone: others take part when they next tell of something.
+        """
+        self.finish_update()
+        if self.hosts is not None and self._engine is not None and self._engine.store.in_part:
+            self.hosts.control.ask()
 
     def _batch_ended(self, batch: InFlightBatch, *, has_trained: bool) -> None:
         """Call listeners, and let the planner know how long the step took."""

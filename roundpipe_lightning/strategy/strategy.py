@@ -621,6 +621,8 @@ class RoundPipeStrategy(OneProcessStrategy):
     def on_train_end(self) -> None:
         """Leave the gradients of a window that was not filled, as on one device."""
         self.join_updates()
+        if self._runtime is not None:
+            self._runtime.make_whole()
         super().on_train_end()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -648,6 +650,8 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.join_updates()
+        if self._runtime is not None:
+            self._runtime.make_whole()
         if self._runtime is not None and self._runtime.watch is not None:
             self._runtime.watch.may_be_kept = True  # by who is given the checkpoint
         state = super().lightning_module_state_dict()

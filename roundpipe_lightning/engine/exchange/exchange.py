@@ -14,7 +14,7 @@ packed and the one before is added up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -47,10 +47,12 @@ class Given:
     Attributes:
         gradients: By parameter, of their shapes; missing ones count as zeros.
         share: They are multiplied by it.
+        read_whole: Parameters of which this host needs the new values themselves.
     """
 
     gradients: Mapping[Tensor, Tensor]
     share: float
+    read_whole: Collection[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +61,12 @@ class Sums:
 
     Attributes:
         present: Parameters of which some host has a gradient.
+        read_whole: Those of which some host needs the new values themselves.
         owned: The sums of what this host owns, one-dimensional, by parameter.
     """
 
     present: Sequence[Tensor]
+    read_whole: Collection[Tensor]
     owned: Mapping[Tensor, Tensor]
 
 
@@ -144,9 +148,11 @@ class Exchange:
     def _sum(self, tensors: Sequence[Tensor], given: Callable[[], Given]) -> Sums:
         rank, num = self.hosts.rank, self.hosts.num
         mine, owned = given(), dict[Tensor, Tensor]()
-        flags = torch.tensor([tensor in mine.gradients for tensor in tensors], dtype=torch.uint8)
-        said = torch.stack(list(self.hosts.gradients.swap([flags] * num, [len(flags)] * num)))
-        present = [tensor for tensor, flag in zip(tensors, said.any(0), strict=True) if flag]
+        flags = torch.tensor([[p in mine.gradients, p in mine.read_whole] for p in tensors])
+        said = self.hosts.gradients.swap([flags.view(-1)] * num, [flags.numel()] * num)
+        of_some = torch.stack(list(said)).any(0).view(-1, 2).tolist()
+        present = [p for p, (is_there, _) in zip(tensors, of_some, strict=True) if is_there]
+        read_whole = {p for p, (_, is_read) in zip(tensors, of_some, strict=True) if is_read}
         for members, dtype in _by_dtype({tensor: gradient_dtype(tensor) for tensor in present}):
             of_hosts = [self._pieces(members, host) for host in range(num)]
             values = [
@@ -159,7 +165,7 @@ class Exchange:
                 sums[elements[rank]] = _added(taken)
             parts = sums.split([piece.size for piece in of_hosts[rank]])
             owned |= {p.tensor: part for p, part in zip(of_hosts[rank], parts, strict=True)}
-        return Sums(present=present, owned=owned)
+        return Sums(present=present, read_whole=read_whole, owned=owned)
 
     def _begin_sum(
         self,

@@ -43,7 +43,7 @@ class Hosts:
     Attributes:
         rank: The number of this host.
         num: How many there are.
-        control: For small objects, from the Trainer's thread.
+        control: For small objects, from the Trainer's thread. One host's wish is heard there.
         place: Where in the training this host is, for messages.
         watch: Whether the others live.
         is_asked_to_stop: Whether a signal asked this host to stop.
@@ -56,7 +56,7 @@ class Hosts:
         self.is_closed = self.is_asked_to_stop = self.stops = False
         self.timeout_seconds = timeout_seconds
         self._watch: Watch | None = None
-        self.control = Line(self, "step")
+        self.control = Control(self, "step")
         self.gradients = Line(self, "gradients")
         self.weights = Line(self, "weights")
         self._watch = Watch(
@@ -185,6 +185,8 @@ def _watched(name: str, *, waits: bool) -> Any:
     def run(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
         if self.hosts is not None:
             self.hosts.check_open()
+            if waits:
+                self.hosts.control.objects(None)  # nobody waits here for a host that asks
         work = getattr(self.inner, name)(*args, **kwargs)
         if self.hosts is not None and waits:
             self.hosts.wait(work, f"values ({name})")
@@ -275,6 +277,34 @@ class Line:
 
     def _wait(self, work: Any) -> None:
         self._hosts.wait(work, self._what)
+
+
+class _Wish:
+    """What `Control.ask` sends."""
+
+
+class Control(Line):
+    """Carries small objects between the Trainers' threads, and wishes of single hosts.
+
+    Attributes:
+        serve: What a host may wish that all do together; called in the same order on all.
+    """
+
+    serve: Callable[[], None]
+
+    def ask(self) -> None:
+        """Have all hosts call `serve`: the others do when they next send an object."""
+        self.objects(_Wish())
+
+    def objects(self, value: T) -> list[T]:
+        """As of `Line`."""
+        while True:
+            said = super().objects(value)
+            if not any(isinstance(each, _Wish) for each in said):
+                return said
+            self.serve()
+            if isinstance(value, _Wish):
+                return said
 
 
 def _short(value: Any) -> str:

@@ -104,6 +104,10 @@ class HostStore:
         self._pinned_by: Device | None = None
         #: The end of a parameter's last update, where parameters change while a step runs.
         self.updates: dict[nn.Parameter, HostEvent] = {}
+        #: Parameters of which other hosts own a part: these values are older than the copies.
+        self.in_part: set[nn.Parameter] = set()
+        #: Parameters with copies whose own values have been read by a step.
+        self.read_whole: set[nn.Parameter] = set()
         #: Set where parameters are stepped as soon as their gradients are there.
         self.take_gradients: TakeGradients | None = None
         #: Values that stand for parameters while the optimizer writes into them; empty: nothing.
@@ -170,10 +174,27 @@ class HostStore:
 
     def memory_of(self, parameter: nn.Parameter) -> Tensor:
         """Return a parameter's values where they are, of the store's own storage if they can be."""
+        self.check_whole(parameter)
         flat = self._flat_of.get(parameter)
         values = parameter if flat is None else flat.view_of(parameter)
         is_present = values.data_ptr() == parameter.data_ptr()  # callbacks may swap `.data`
         return (values if is_present else parameter).detach()
+
+    def check_whole(self, parameter: nn.Parameter) -> None:
+        """Note that a step reads a parameter's own values, where it has a copy.
+
+        Raises:
+            ConfigurationError: They are here in part.
+        """
+        if self.copies is None or parameter not in self.copies:
+            return
+        if parameter in self.in_part:
+            raise ConfigurationError(
+                f"A parameter of a block, of shape {tuple(parameter.shape)}, is read outside its "
+                "block for the first time now, when each of several hosts has a part of it. Read "
+                "it in the first step, too, or leave upload_dtype out; see docs/nodes.md."
+            )
+        self.read_whole.add(parameter)
 
     def current_values(self, parameter: nn.Parameter) -> Tensor:
         served = self._served.get(parameter)
@@ -202,12 +223,26 @@ class HostStore:
             return
         for parameters in self._of_block.values():
             if all(event.is_done for event in self.updates_of(parameters)):
-                self.copies.renew({p: p for p in parameters if p not in self._served})
+                here = (p for p in parameters if p not in self._served and p not in self.in_part)
+                self.copies.renew({p: p for p in here})
 
     def updated(self, parameters: Iterable[nn.Parameter], *, by: Optimizer) -> None:
         """Cast parameters that an optimizer has stepped. Called before anybody may read them."""
         if self.copies is not None:
             self.copies.updated({p: p for p in parameters}, by)
+
+    def received(self, parameters: Iterable[nn.Parameter], *, copies: Collection[Tensor]) -> None:
+        """Take note of values that came from other hosts. Called before anybody may read them.
+
+        Args:
+            parameters: Whose.
+            copies: Those of which copies came, and no values.
+        """
+        if self.copies is not None:
+            came = {p for p in parameters if p in copies}
+            self.in_part |= came
+            self.copies.note({p: p for p in came})
+            self.copies.cast({p: p for p in parameters if p not in came})
 
     def rewrite(self, parameter: nn.Parameter, values: Tensor) -> bool:
         """Write values into a parameter while a step runs, for all that is uploaded from now on.

@@ -51,6 +51,13 @@ class NarrowCopies:
     def add(self, places: Mapping[nn.Parameter, Tensor]) -> None:
         self._places |= places
 
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._places
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's copy, of its shape."""
+        return self._places[parameter]  # type: ignore[index]  # asked for those it has
+
     def written_by(self, optimizers: Iterable[Optimizer]) -> None:
         """Let the optimizers that can do so write the copies in the pass that makes a step."""
         self._writers = [o for o in optimizers if isinstance(o, WritesCopies)]
@@ -60,7 +67,7 @@ class NarrowCopies:
     def updated(self, values: Mapping[nn.Parameter, Tensor], by: Optimizer) -> None:
         """Cast what an optimizer has changed, if it has not done so itself."""
         if id(by) in map(id, self._writers):
-            self._note({p: v for p, v in values.items() if p in self._places})
+            self.note({p: v for p, v in values.items() if p in self._places})
         else:
             self.cast(values)
 
@@ -69,7 +76,11 @@ class NarrowCopies:
         if mine:
             with torch.no_grad():
                 torch._foreach_copy_([self._places[p] for p in mine], list(mine.values()))
-            self._note(mine)
+            self.note(mine)
+
+    def note(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Say that copies have been written: they are those of the present values."""
+        self._cast |= {parameter: _state(value) for parameter, value in values.items()}
 
     def renew(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Cast what has changed since it was cast. Nobody may be writing into it."""
@@ -87,9 +98,6 @@ class NarrowCopies:
         for optimizer in self._writers:
             optimizer.write_copies({})
         self._writers = []
-
-    def _note(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        self._cast |= {parameter: _state(value) for parameter, value in values.items()}
 
 
 def _state(values: Tensor) -> tuple[int, int]:

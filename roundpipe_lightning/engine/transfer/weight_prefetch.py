@@ -465,6 +465,7 @@ class WeightPrefetcher:
         copy, source = self._outside.get(parameter), parameter.detach()
         if copy is not None and copy.versions is versions:
             return
+        self._store.check_whole(parameter)
         self._outside.pop(parameter, None)
         if source.is_inference() or not fills_its_memory(source):
             return

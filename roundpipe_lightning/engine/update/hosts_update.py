@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.exchange.exchange import Exchange, Given, Sums
 from roundpipe_lightning.engine.exchange.ranges import Piece
+from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.separable import is_elementwise
 from roundpipe_lightning.errors import ConfigurationError, HostError
@@ -65,13 +66,13 @@ class JointStep:
         members: Trained parameters that are stepped together, as their gradients come.
         begins_early: Whether they come during the backward pass.
         waits: Whether nothing may be stepped before the step is submitted.
+        read_whole: As of `Given`.
 
     Attributes:
         step: As given.
         members: As given.
         begins_early: As given.
         number_of: In which of them a parameter is.
-        share: This host's share of the loss, when it is known.
         submitted: Done when the step is submitted.
     """
 
@@ -82,18 +83,23 @@ class JointStep:
         *,
         begins_early: bool,
         waits: bool,
+        read_whole: Collection[Tensor] = (),
     ) -> None:
+        self._read_whole = read_whole
         self.step, self.members, self.begins_early = step, members, begins_early
         self.number_of = {p: number for number, some in enumerate(members) for p in some}
-        self.share, self.submitted = Future[float](), Future[None]()
+        self._share, self.submitted = Future[float](), Future[None]()
         self._given = [Future[tuple[Mapping[Tensor, Tensor], bool]]() for _ in members]
         if not waits:
             self.submit()
 
     def submit(self) -> None:
         """Say that all is known: all gradients are given, and how to clip them."""
-        if not self.submitted.done():
-            self.submitted.set_result(None)
+        _settle(self.submitted, None)
+
+    def weigh(self, share: float) -> None:
+        """Say what the share is, by which gradients are multiplied that are not yet."""
+        _settle(self._share, share)
 
     def give(
         self, number: int, gradients: Mapping[Tensor, Tensor], *, is_weighed: bool = True
@@ -105,7 +111,7 @@ class JointStep:
             gradients: By parameter.
             is_weighed: Whether they are multiplied by the share already.
         """
-        self._given[number].set_result((gradients, is_weighed))
+        _settle(self._given[number], (gradients, is_weighed))
 
     def is_given(self, number: int) -> bool:
         return self._given[number].done()
@@ -115,12 +121,12 @@ class JointStep:
         gradients, is_weighed = self._given[number].result()
         self._given[number] = Future()
         self._given[number].set_result(({}, True))
-        share = 1.0 if is_weighed else self.share.result()
-        return Given(gradients=gradients if share else {}, share=share)
+        share = 1.0 if is_weighed else self._share.result()
+        return Given(gradients=gradients if share else {}, share=share, read_whole=self._read_whole)
 
     def fail(self, error: BaseException) -> None:
         """Let go of everybody who waits for gradients that will not come."""
-        waited_for: list[Future[Any]] = [self.share, self.submitted, *self._given]
+        waited_for: list[Future[Any]] = [self._share, self.submitted, *self._given]
         for each in waited_for:
             with suppress(InvalidStateError):  # it has come
                 each.set_exception(error)
@@ -131,10 +137,11 @@ class HostsUpdate:
 
     Args:
         exchange: What carries gradients and values.
+        store: The parameters.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: Exchange, store: HostStore) -> None:
+        self._exchange, self._store = exchange, store
         self._whole: dict[Optimizer, bool] = {}
         self._num_steps = 0
 
@@ -154,7 +161,7 @@ class HostsUpdate:
         *,
         num_early: int,
         run: Callable[[int, Sequence[Tensor]], None],
-        ended: Callable[[int], None],
+        ended: Callable[[int, Collection[Tensor]], None],
     ) -> None:
         """Make a step; every host calls this for the same step.
 
@@ -163,7 +170,8 @@ class HostsUpdate:
             num_early: New values of so many units are sent as soon as they are there, those of the
                 others in the opposite order.
             run: Called with a unit's number and parameters: makes their step.
-            ended: Called with a unit's number, in another thread, when all hosts' values are there.
+            ended: Called with a unit's number and the parameters of which copies have come in the
+                place of values, in another thread, when all hosts' are there.
 
         Raises:
             ConfigurationError: The hosts' steps differ.
@@ -181,7 +189,7 @@ class HostsUpdate:
         *,
         num_early: int,
         run: Callable[[int, Sequence[Tensor]], None],
-        ended: Callable[[int], None],
+        ended: Callable[[int, Collection[Tensor]], None],
     ) -> None:
         exchange, step = self._exchange, joint.step
         self._divide(step.optimizer, joint.members)
@@ -199,8 +207,8 @@ class HostsUpdate:
             step.clip.set_norm(self._norm([each.result().owned for each in sums.values()]))
         later, gathered = [], list[Future[None]]()
         for number in order:
-            present = self._step_unit(joint, sums.pop(number).result(), partial(run, number))
-            begin = partial(exchange.gather, {p: p for p in present}, partial(ended, number))
+            new = self._step_unit(joint, sums.pop(number).result(), partial(run, number))
+            begin = partial(exchange.gather, new, partial(ended, number, _copied(new)))
             if order is forward or number < num_early:
                 gathered.append(begin())
             else:
@@ -211,14 +219,50 @@ class HostsUpdate:
 
     def _step_unit(
         self, joint: JointStep, sums: Sums, run: Callable[[Sequence[Tensor]], None]
-    ) -> Sequence[Tensor]:
-        """Step what this host owns of a unit; return which parameters have been stepped at all."""
+    ) -> Mapping[Tensor, Tensor]:
+        """Step what this host owns of a unit; return what all hosts need of it, by parameter."""
         owned = {p: self._exchange.owned(p) for p in sums.present}
         pieces = {p: piece for p, piece in owned.items() if piece is not None}
         joint.step.give({p: _shaped(sums.owned[p], piece) for p, piece in pieces.items()})
         joint.step.values_of = partial(_values_of, pieces)
         run(tuple(pieces))
-        return sums.present
+        copies = self._store.copies
+        needed: dict[Tensor, Tensor] = {p: p for p in sums.present}
+        for parameter in sums.present:
+            if copies is not None and parameter in copies and parameter not in sums.read_whole:
+                needed[parameter] = copies.of(parameter)
+                if parameter in pieces:
+                    piece = pieces[parameter]
+                    piece.of(needed[parameter]).copy_(piece.of(parameter))
+        return needed
+
+    def make_whole(self, units: Iterable[Sequence[Tensor]]) -> None:
+        """Bring all values that this host has a part of here; every host calls this.
+
+        Args:
+            units: All parameters, in one order on all hosts.
+        """
+        gathered = [
+            self._exchange.gather({p: p for p in some}, lambda: None)
+            for some in ([p for p in unit if p in self._store.in_part] for unit in units)
+            if some
+        ]
+        for each in gathered:
+            each.result()
+        self._store.in_part.clear()
+
+    def round_rest(self) -> bool:
+        """Take copies for what others own, after an error; return whether there was any."""
+        copies, in_part = self._store.copies, list(self._store.in_part)
+        for parameter in in_part:
+            assert copies is not None, "there are copies of what is here in part"
+            piece, values = self._exchange.owned(parameter), parameter.detach().view(-1)
+            rounded = copies.of(parameter).view(-1)
+            start, stop = (0, 0) if piece is None else (piece.start, piece.stop)
+            values[:start].copy_(rounded[:start])
+            values[stop:].copy_(rounded[stop:])
+        self._store.in_part.clear()
+        return bool(in_part)
 
     def _agree(self, joint: JointStep) -> bool:
         """Compare what hosts are about to do; return whether gradients come early on all."""
@@ -379,6 +423,16 @@ def _state_dict(optimizer: Optimizer, state: Any) -> dict[str, Any]:
 
 def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
     return [value for value in state.values() if isinstance(value, Tensor)]
+
+
+def _settle(future: Future[Any], value: Any) -> None:
+    """Give a result, unless an error came first, which whoever waits is told."""
+    with suppress(InvalidStateError):
+        future.set_result(value)
+
+
+def _copied(new: Mapping[Tensor, Tensor]) -> Collection[Tensor]:
+    return {parameter for parameter, values in new.items() if values is not parameter}
 
 
 def _values_of(pieces: Mapping[Tensor, Piece], parameter: Tensor) -> Tensor:

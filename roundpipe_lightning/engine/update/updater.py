@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -147,7 +148,7 @@ class Updater:
         exchange: Exchange | None = None,
     ) -> None:
         self.is_joined = True
-        self.hosts = None if exchange is None else HostsUpdate(exchange)
+        self.hosts = None if exchange is None else HostsUpdate(exchange, store)
         self._exchange = exchange
         self._store = store
         self._units = list(units)
@@ -189,7 +190,7 @@ class Updater:
     def weigh(self, share: float) -> None:
         """Say what share of the loss this host has, in the step that was begun."""
         if self._begun is not None and self._begun.joint is not None:
-            self._begun.joint.share.set_result(share)
+            self._begun.joint.weigh(share)
 
     def _join_hosts(
         self, hosts: HostsUpdate, step: CapturedStep, *, begins_early: bool, waits: bool = False
@@ -206,7 +207,13 @@ class Updater:
         units = [*reversed(units), *last]  # as gradients come
         chosen = set(trained)
         members = [[p for p in unit.parameters if p in chosen] for unit in units]
-        joint = JointStep(step, members, begins_early=begins_early, waits=waits)
+        joint = JointStep(
+            step,
+            members,
+            begins_early=begins_early,
+            waits=waits,
+            read_whole=self._store.read_whole,
+        )
         self._put(partial(self._update_with_hosts, hosts, units, joint, num_early=num_early))
         return joint
 
@@ -327,6 +334,12 @@ class Updater:
         self._put(lambda: None)  # after an error: lets go of who waits for what was announced late
         return () if begun is None else begun.taken
 
+    def make_whole(self) -> None:
+        """Join, and have all values here of which other hosts own a part; all hosts call this."""
+        self.join()
+        if self.hosts is not None:
+            self.hosts.make_whole([unit.parameters for unit in self._units])
+
     def stepped_whole(self) -> None:
         """Mark 16-bit copies as old: an optimizer was stepped in another way than here."""
         if self._store.copies is not None:
@@ -410,6 +423,12 @@ class Updater:
         """Finish what was submitted and join the thread. An error nobody joined for is lost."""
         self._jobs.put(None)
         self._thread.join()
+        if self.hosts is not None and self.hosts.round_rest():
+            warnings.warn(
+                "The training has ended before its time: of the parameters this host has now only "
+                "16 bits where others own them. Load the last checkpoint.",
+                stacklevel=2,
+            )
         if self._exchange is not None:
             self._exchange.close()
         self._store.uses_previous = False
@@ -550,8 +569,8 @@ class Updater:
             part = UpdateUnit(name=units[number].name, parameters=tuple(parameters))  # type: ignore[arg-type]
             self._run_part(part, joint.step)
 
-        def ended(number: int) -> None:
-            self._store.updated(units[number].parameters, by=joint.step.optimizer)
+        def ended(number: int, copied: Collection[Tensor]) -> None:
+            self._store.received(units[number].parameters, copies=copied)
             self._end_part(units[number])
 
         hosts.step(joint, num_early=num_early, run=run, ended=ended)

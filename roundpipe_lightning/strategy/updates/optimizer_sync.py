@@ -199,7 +199,9 @@ class OptimizerSync:
             finally:
                 self._runtime.defers_update = False
             return
-        waits = bool(self._trainer.gradient_clip_val) or self._is_writing()
+        # A view that this update itself has is not taken for one that somebody keeps.
+        is_counted = self._has_hosts and self._watch.may_be_kept
+        waits = bool(self._trainer.gradient_clip_val) or self._is_writing() or is_counted
         self._runtime.begin_update(partial(Updater.begin, optimizer=optimizer, waits=waits))
         try:
             yield
@@ -310,6 +312,7 @@ class OptimizerSync:
                 )
             if is_kept or self._always_joins:
                 self.join()
+                self._runtime.make_whole()
             return result
 
         attributes["step"] = submit
@@ -344,15 +347,17 @@ class OptimizerSync:
             self._gradients_are_read = True
         elif what is Access.STATE:
             self._state_is_read = True
-        if not self._runtime.is_update_pending:
-            return
-        if what is not Access.ZEROING and frame.f_code not in self._warned:
-            self._warned.add(frame.f_code)
-            self._warn(
-                f"{describe_code(frame)} looks at {what.value} between two steps: the optimizer's "
-                "step is waited for there, and what is left of it overlaps with nothing."
-            )
-        self._runtime.finish_update()
+        if self._runtime.is_update_pending:
+            if what is not Access.ZEROING and frame.f_code not in self._warned:
+                self._warned.add(frame.f_code)
+                self._warn(
+                    f"{describe_code(frame)} looks at {what.value} between two steps: the "
+                    "optimizer's step is waited for there, and what is left of it overlaps with "
+                    "nothing."
+                )
+            self._runtime.finish_update()
+        if what is Access.VALUES:
+            self._runtime.make_whole()
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:

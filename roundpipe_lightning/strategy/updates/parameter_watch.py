@@ -51,6 +51,7 @@ class Access(Enum):
     GRADIENT = "gradients"
     STATE = "the optimizer's state"
     ZEROING = "gradients, to let them go"
+    FORK = "parameters, which a new process has as they are"
 
 
 _PACKAGE = Path(__file__).parents[2]
@@ -201,7 +202,7 @@ class ParameterWatch:
     def before_fork(self) -> None:
         """Wait: a process that is forked, a loader's say, has the memory as it is now."""
         if threading.get_ident() == self._thread:
-            self._on_access(Access.VALUES, sys._getframe(1), None)  # noqa: SLF001
+            self._on_access(Access.FORK, sys._getframe(1), None)  # noqa: SLF001
 
 
 _watches: weakref.WeakSet[ParameterWatch] = weakref.WeakSet()

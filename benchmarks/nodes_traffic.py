@@ -1,0 +1,226 @@
+"""Measures what several hosts send, how long that takes, and their memory.
+
+    python benchmarks/nodes_traffic.py wire [--hosts 2] [--blocks 12] [--megabytes 4]
+    python benchmarks/nodes_traffic.py overlap [--share 0.8]
+    python benchmarks/nodes_traffic.py memory
+
+`wire` counts the bytes that every host's interface sends in a step, against c P (n-1)/n. `overlap`
+shapes the links so that the bytes of a step take `--share` of it, and compares its time with that
+over unshaped ones. `memory` reads how much of the parameters' memory every host has.
+
+As root the hosts are network namespaces, joined by a bridge; else they share the loopback, which
+cannot be shaped. Devices are emulated: a block computes for `--seconds` forward, and three times as
+long backward (its recompute included). Times are medians over the steps after the first three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from nodes import networks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.testing import EmulatedStrategy
+
+WARM_UP = 3
+PORT = 29511
+
+
+class TimedBlock(nn.Module):
+    """A matrix, and time to compute with it."""
+
+    def __init__(self, elements: int, *, server: EmulatedServer, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(elements // 64, 64))
+        self.server, self.seconds = server, seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.server.work(x, forward_seconds=self.seconds, backward_seconds=2 * self.seconds)
+        return x + self.weight[0].to(x.dtype)
+
+
+class TimedModule(LightningModule):
+    """Blocks, one after the other."""
+
+    def __init__(self, given: argparse.Namespace, server: EmulatedServer) -> None:
+        super().__init__()
+        elements = given.megabytes * 2**20 // 4
+        self.layers = nn.ModuleList(
+            TimedBlock(elements, server=server, seconds=given.seconds) for _ in range(given.blocks)
+        )
+        self.head = nn.Linear(64, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        del batch_idx
+        x = batch
+        for layer in self.layers:
+            x = layer(x)
+        loss: Tensor = self.head(x).float().pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Marks(Callback):
+    """Notes time, bytes sent and memory where batches begin."""
+
+    def __init__(self, interface: str) -> None:
+        self._sent = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
+        self.marks: list[tuple[float, int, int]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.marks.append((time.perf_counter(), int(self._sent.read_text()), _resident_bytes()))
+
+    def on_train_end(self, *_: Any) -> None:
+        self.on_train_batch_start()
+
+
+def _resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def train(given: argparse.Namespace) -> dict[str, Any]:
+    """Train as one host; return what was seen of it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    marks = Marks(given.interface)
+    with EmulatedServer(1, tags=False) as server:
+        before = _resident_bytes()
+        module = TimedModule(given, server)
+        trainer = Trainer(
+            strategy=EmulatedStrategy(
+                devices=server.devices,
+                num_microbatches=1,
+                microbatching="blocks",
+                upload_dtype="bf16",
+                gradient_dtype=given.gradient_dtype,
+                timeout_seconds=120,
+                replan=False,
+                hints={"forward": [1] * (given.blocks - 1), "backward": [1] * given.blocks},
+            ),
+            precision="bf16-mixed",
+            num_nodes=given.hosts,
+            devices=1,
+            max_steps=given.steps,
+            callbacks=[marks],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        data: Any = torch.randn(4 * given.hosts * (given.steps + 1), 64)
+        trainer.fit(module, DataLoader(data, batch_size=4))
+    steady = marks.marks[WARM_UP:-1]
+    return {
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "step_seconds": statistics.median(after[0] - at[0] for at, after in pairwise(steady)),
+        "bytes_per_step": (steady[-1][1] - steady[0][1]) / (len(steady) - 1),
+        "resident_bytes": statistics.median(mark[2] for mark in steady) - before,
+    }
+
+
+# The network -------------------------------------------------------------------------------------
+
+
+def shape(host: int, bits_per_second: float) -> None:
+    """Let a host send so much."""
+    rate, burst = f"{int(bits_per_second)}bit", str(max(32_768, int(bits_per_second / 8 / 250)))
+    where = f"tc -n rp{host} qdisc replace dev eth0 root"
+    command = f"{where} tbf rate {rate} burst {burst} latency 400ms"
+    subprocess.run(command.split(), check=True)
+
+
+def run_hosts(given: argparse.Namespace, *, is_apart: bool) -> list[dict[str, Any]]:
+    """Train once on all hosts; return what each has seen."""
+    started = []
+    for rank in range(given.hosts):
+        interface = "eth0" if is_apart else "lo"
+        space = ["ip", "netns", "exec", f"rp{rank}"] if is_apart else []
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": "10.77.0.1" if is_apart else "127.0.0.1",
+            "MASTER_PORT": str(PORT),
+            "NODE_RANK": str(rank),
+            "GLOO_SOCKET_IFNAME": interface,
+            "OMP_NUM_THREADS": "1",
+        }
+        options = [f"--{name}={value}" for name, value in vars(given).items() if name in _PASSED]
+        command = [*space, sys.executable, __file__, "host", "--interface", interface, *options]
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    found = []
+    for process in started:
+        said, _ = process.communicate(timeout=540)
+        if process.returncode:
+            raise SystemExit("A host has failed; its output says why.")
+        found.append(json.loads(said.splitlines()[-1]))
+    return found
+
+
+_PASSED = ("hosts", "blocks", "megabytes", "seconds", "steps", "gradient_dtype")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=("wire", "overlap", "memory", "host"))
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--megabytes", type=int, default=4, help="of a block's parameters")
+    parser.add_argument("--seconds", type=float, default=0.05, help="of a block's forward pass")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--share", type=float, default=0.8, help="of a step that the network needs")
+    parser.add_argument("--gradient_dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--interface", default="lo")
+    given = parser.parse_args()
+    if given.part == "host":
+        print(json.dumps(train(given)))
+        return
+    with networks(given.hosts) as links:
+        is_apart = links == "cut"
+        free = run_hosts(given, is_apart=is_apart)
+        num, first = given.hosts, free[0]
+        per_value = {"fp32": 6, "bf16": 4}[given.gradient_dtype]
+        expected = per_value * first["parameters"] * (num - 1) / num
+        sent = max(each["bytes_per_step"] for each in free) / (1 if is_apart else num)
+        answer = {
+            "step_seconds": first["step_seconds"],
+            "bytes_per_step": sent,
+            "bytes_over_formula": sent / expected,
+            "resident_bytes_per_parameter": [
+                each["resident_bytes"] / each["parameters"] for each in free
+            ],
+            "formula_bytes_per_parameter": 2 + 16 / num,
+        }
+        if given.part == "overlap":
+            if not is_apart:
+                raise SystemExit("Links can be shaped as root only.")
+            rate = 8 * sent / (given.share * first["step_seconds"])
+            for host in range(num):
+                shape(host, rate)
+            shaped = run_hosts(given, is_apart=True)[0]["step_seconds"]
+            answer |= {
+                "megabits_per_second": rate / 1e6,
+                "shaped_step_seconds": shaped,
+                "shaped_over_free": shaped / first["step_seconds"],
+            }
+    print(json.dumps(answer, indent=1))
+
+
+if __name__ == "__main__":
+    main()
