@@ -306,6 +306,8 @@ def read_checkpoint(
     """
     if path.is_dir():
         return read_folder(path, map_location=map_location, weights_only=weights_only)
+    if not path.exists():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
     damage = find_damage(path)
     if damage is not None:
         raise unreadable(path, damage)

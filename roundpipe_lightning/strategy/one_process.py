@@ -28,6 +28,7 @@ class OneProcessStrategy(ParallelStrategy):
 
     num_nodes = 1  # number of hosts; the Trainer sets it to its flag
 
+    world_size = 1
     _rank = 0
     _hosts: Hosts | None = None
     """All hosts, where there are several; Lightning's own group carries next to nothing."""
@@ -46,10 +47,6 @@ class OneProcessStrategy(ParallelStrategy):
     @property
     def root_device(self) -> torch.device:
         return torch.device("cpu")
-
-    @property
-    def world_size(self) -> int:
-        return self.num_nodes
 
     @property
     def global_rank(self) -> int:
@@ -152,6 +149,7 @@ class OneProcessStrategy(ParallelStrategy):
         """Check the Trainer's flags: this is the last the Trainer does with a strategy it makes."""
         checks.check_trainer_flags(self)
         launch.check_launch(self.cluster_environment, self.num_nodes)
+        self.world_size = self.num_nodes
         if self.num_nodes > 1:
             self._rank = launch.take_rank(self.cluster_environment, self.num_nodes)
 

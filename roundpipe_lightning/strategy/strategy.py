@@ -221,7 +221,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         """Set what belongs to one Trainer as it is before there is one."""
         super().__init__(**self._given)
         self._set_down()
-        self.num_nodes, self._rank = 1, 0
+        self.num_nodes, self.world_size, self._rank = 1, 1, 0
         self._hosts = None
 
     def _set_down(self) -> None:

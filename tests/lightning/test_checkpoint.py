@@ -175,7 +175,7 @@ def test_file_that_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_missing_file_is_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
         RoundPipeCheckpointIO().load_checkpoint(tmp_path / "none.ckpt")
 
 
