@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, TypeAlias, TypeVar
@@ -86,6 +87,8 @@ class Hosts:
                     if isinstance(mine, list) and isinstance(other, list):
                         pairs = zip_longest(mine, other)
                         mine, other = next(pair for pair in pairs if pair[0] != pair[1])
+                    with suppress(HostError):  # nobody ends before all have what they compare
+                        self.control.objects(None)
                     raise ConfigurationError(
                         f"Hosts differ: {name} is {_short(mine)} on host {self.rank} and "
                         f"{_short(other)} on host {host}. Start the same code with the same "
