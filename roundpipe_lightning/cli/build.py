@@ -25,7 +25,7 @@ from roundpipe_lightning.cli.objects import build, build_each
 from roundpipe_lightning.cli.plan_answer import check_memory
 from roundpipe_lightning.data import ClassificationDataModule, PreferenceDataModule
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, HardwareError
-from roundpipe_lightning.modules import DirectPreferenceModule, SequenceClassificationModule
+from roundpipe_lightning.modules import PairModule, SequenceClassificationModule
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 
 _RUN_NAMES = ("id", "run_id")
@@ -223,7 +223,7 @@ def check_batches(module: LightningModule, data: LightningDataModule) -> None:
     if not all(type(part).__module__.startswith("roundpipe_lightning.") for part in (module, data)):
         return
     for name, (learns, has) in {
-        "preference": (DirectPreferenceModule, PreferenceDataModule),
+        "preference": (PairModule, PreferenceDataModule),
         "classification": (SequenceClassificationModule, ClassificationDataModule),
     }.items():
         if isinstance(module, learns) != isinstance(data, has):

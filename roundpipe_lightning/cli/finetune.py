@@ -33,6 +33,8 @@ _OBJECTIVES = {
     "sft": "module=causal_lm data=chat",
     "text": "module=causal_lm data=text",
     "dpo": "module=preference data=preference",
+    "orpo": "module=orpo data=preference",
+    "reward": "module=reward data=preference",
     "classification": "module=classification data=classification",
 }
 """Groups of the configuration that an objective stands for."""
@@ -105,8 +107,8 @@ def finetune(  # noqa: PLR0913 - all but two are keyword-only, each a setting of
             as it is.
         data: A file or several, or records: dicts in any form that a line of a file may have.
         method: `"full"`, `"lora"`, `"qlora"`, or another file of `conf/peft`.
-        objective: `"sft"`: the assistant's answers; `"text"`: every token of texts; `"dpo"`: the
-            better of two answers; `"classification"`.
+        objective: `"sft"`: the assistant's answers; `"text"`: every token of texts; `"dpo"`,
+            `"orpo"`: the better of two answers; `"reward"`: a score; `"classification"`.
         tokenizer: A tokenizer, its folder or hub name; None: the model's.
         seq_len: Most tokens of a sample, and of a row of several.
         batch_size: Rows of a batch, the same on any number of devices.

@@ -57,7 +57,7 @@ def write_card(folder: Path, run: Path, *, name: str | None = None) -> None:
     header = {"library_name": "transformers" if settings is None else "peft"}
     if base and "/" in base:
         header["base_model"] = base
-    if "Causal" in config.module["_target_"] or "Preference" in config.module["_target_"]:
+    if not config.module["_target_"].endswith(("ClassificationModule", "RewardModule")):
         header["pipeline_tag"] = "text-generation"
     serve = _SERVE_MODEL if settings is None else _SERVE_ADAPTER
     title = (name or folder.resolve().name).rpartition("/")[2]

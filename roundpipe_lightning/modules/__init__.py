@@ -4,7 +4,13 @@ from roundpipe_lightning.modules.adapters import Adapters
 from roundpipe_lightning.modules.base import TransformersModule
 from roundpipe_lightning.modules.causal_lm import CausalLanguageModule, TokenBatch
 from roundpipe_lightning.modules.classification import ClassBatch, SequenceClassificationModule
-from roundpipe_lightning.modules.preference import DirectPreferenceModule, PreferenceBatch
+from roundpipe_lightning.modules.preference import (
+    DirectPreferenceModule,
+    OddsRatioModule,
+    PairModule,
+    PreferenceBatch,
+    RewardModule,
+)
 from roundpipe_lightning.modules.source import ModelSource
 from roundpipe_lightning.modules.tokenizer import TokenizerSource, byte_level_tokenizer
 
@@ -14,7 +20,10 @@ __all__ = [
     "ClassBatch",
     "DirectPreferenceModule",
     "ModelSource",
+    "OddsRatioModule",
+    "PairModule",
     "PreferenceBatch",
+    "RewardModule",
     "SequenceClassificationModule",
     "TokenBatch",
     "TokenizerSource",

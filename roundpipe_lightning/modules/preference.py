@@ -1,8 +1,9 @@
-"""Direct preference optimization: learn from pairs of a better and a worse answer."""
+"""Learning from pairs of a better and a worse answer: DPO, ORPO, reward models."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
@@ -14,7 +15,7 @@ from typing_extensions import override
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules.adapters import Adapters
 from roundpipe_lightning.modules.base import TransformersModule
-from roundpipe_lightning.modules.source import ModelSource
+from roundpipe_lightning.modules.source import Head, ModelSource
 
 _REFERENCE = "reference."
 
@@ -36,7 +37,131 @@ class PreferenceBatch(TypedDict):
     labels: Tensor
 
 
-class DirectPreferenceModule(TransformersModule):
+class PairModule(TransformersModule):
+    """Training on pairs; what differs is how answers are scored, and the loss of the scores.
+
+    The loss of a batch is the mean over its pairs. Logged beside it: the mean margin (the score of
+    the chosen answer less that of the rejected one), and the share of pairs in which it is above 0.
+    """
+
+    averages_samples = True
+
+    @override
+    def example_batch(self, sequences: int, seq_len: int) -> PreferenceBatch:
+        tokens = torch.zeros((sequences, 2, seq_len), dtype=torch.long)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
+    def forward(self, batch: PreferenceBatch) -> Tensor:
+        """Scores of a batch of pairs, float32, shape (pairs, 2), the chosen answer's first.
+
+        Args:
+            batch: Pairs, on one device.
+        """
+        raise NotImplementedError
+
+    def loss(self, scores: Tensor) -> Tensor:
+        """The loss of a batch, a scalar in nats per pair."""
+        return preference_loss(scores[:, 0] - scores[:, 1])
+
+    def training_step(self, batch: PreferenceBatch) -> Tensor:
+        """Loss of one batch, logged as `train_loss` beside margin and accuracy."""
+        return self._logged("train", self(batch), on_step=True, on_epoch=False)
+
+    def validation_step(self, batch: PreferenceBatch) -> None:
+        """Log `val_loss`, `val_margin` and `val_accuracy`, averaged over the pairs of the epoch."""
+        self._logged("val", self(batch), on_step=False, on_epoch=True)
+
+    def test_step(self, batch: PreferenceBatch) -> None:
+        """Log `test_loss`, `test_margin` and `test_accuracy`."""
+        self._logged("test", self(batch), on_step=False, on_epoch=True)
+
+    def predict_step(self, batch: PreferenceBatch) -> Tensor:
+        """Scores, as `forward` gives them."""
+        scores: Tensor = self(batch)
+        return scores
+
+    def _logged(self, stage: str, scores: Tensor, **when: Any) -> Tensor:
+        loss, margins = self.loss(scores), scores[:, 0] - scores[:, 1]
+        pairs = len(margins)
+        accuracy = (margins > 0).float().mean()
+        self.log(f"{stage}_loss", loss, prog_bar=True, batch_size=pairs, **when)
+        self.log(f"{stage}_margin", margins.detach().mean(), batch_size=pairs, **when)
+        self.log(f"{stage}_accuracy", accuracy, prog_bar=True, batch_size=pairs, **when)
+        return loss
+
+
+class OddsRatioModule(PairModule):
+    r"""Odds ratio preference optimization (arXiv 2403.07691), which needs no reference.
+
+    With $p(y)$ the geometric mean of an answer's token probabilities (the score is its logarithm),
+    and $\mathrm{odds}(y) = p(y) / (1 - p(y))$, the loss of a pair, in nats, is equation 6:
+
+    $$ -\log p(y_w) - \lambda \log \sigma\bigl(\log \mathrm{odds}(y_w) - \log
+    \mathrm{odds}(y_l)\bigr). $$
+
+    Args:
+        source: The architecture and where its weights come from.
+        weight: Of the second term: $\lambda$, above 0.
+        options: The other arguments of `TransformersModule`.
+
+    Raises:
+        ConfigurationError: The weight is not positive.
+    """
+
+    def __init__(self, source: ModelSource, *, weight: float = 0.1, **options: Any) -> None:
+        super().__init__(source, **options)
+        if weight <= 0:
+            raise ConfigurationError(f"module.weight={weight} must be above 0.")
+        self.weight = weight
+
+    @override
+    def forward(self, batch: PreferenceBatch) -> Tensor:
+        lengths = (batch["labels"][..., 1:] != -100).sum(dim=-1)
+        return log_likelihoods(self.built_model, batch) / lengths
+
+    @override
+    def loss(self, scores: Tensor) -> Tensor:
+        odds = scores - torch.log(-torch.expm1(scores))
+        return preference_loss(odds[:, 0] - odds[:, 1]) * self.weight - scores[:, 0].mean()
+
+
+class RewardModule(PairModule):
+    r"""A reward model: a score for every answer, learned from pairs (Bradley and Terry).
+
+    The loss of a pair, in nats, is $-\log \sigma(r(y_w) - r(y_l))$, equation 1 of arXiv 2203.02155
+    for two answers. The model is `AutoModelForSequenceClassification` with one output.
+
+    Args:
+        source: It may be a causal language model's, whose head is left out.
+        options: The other arguments of `TransformersModule`.
+    """
+
+    task = "SEQ_CLS"
+    pad_token_id: int | None = None
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Take the padding of the data, which is made before the model."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        self.pad_token_id = getattr(data, "pad_token_id", None)
+
+    @override
+    def build_model(self, source: ModelSource) -> Any:
+        changes = {**source.config_changes, "num_labels": 1, "pad_token_id": self.pad_token_id}
+        return super().build_model(
+            replace(source, head=Head.SEQUENCE_CLASSIFICATION, config_changes=changes)
+        )
+
+    @override
+    def forward(self, batch: PreferenceBatch) -> Tensor:
+        logits: Tensor = self.built_model(
+            input_ids=batch["input_ids"].flatten(0, 1),
+            attention_mask=batch["attention_mask"].flatten(0, 1),
+        ).logits
+        return logits.float().reshape(-1, 2)
+
+
+class DirectPreferenceModule(PairModule):
     r"""Direct preference optimization (arXiv 2305.18290) of a causal language model.
 
     With $\pi$ the model that is trained, $\pi_0$ the reference, $x$ a prompt, $y_w$ the chosen and
@@ -45,9 +170,7 @@ class DirectPreferenceModule(TransformersModule):
 
     $$ -(1 - \epsilon) \log \sigma(m) - \epsilon \log \sigma(-m), $$
 
-    equation 7 of the paper for $\epsilon = 0$. The loss of a batch is the mean over its pairs.
-    Logged beside it: the mean margin, and the share of pairs in which the chosen answer has the
-    higher reward.
+    equation 7 of the paper for $\epsilon = 0$. The scores are the rewards.
 
     The reference is the model as it was before training. With adapters it is the model without
     them, which costs no memory: it has the same parameters. Else it is a frozen copy, which the
@@ -63,8 +186,6 @@ class DirectPreferenceModule(TransformersModule):
     Raises:
         ConfigurationError: A figure is out of its range.
     """
-
-    averages_samples = True
 
     def __init__(
         self,
@@ -101,36 +222,16 @@ class DirectPreferenceModule(TransformersModule):
         self.reference.eval()
 
     @override
-    def example_batch(self, sequences: int, seq_len: int) -> PreferenceBatch:
-        tokens = torch.zeros((sequences, 2, seq_len), dtype=torch.long)
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-
     def forward(self, batch: PreferenceBatch) -> Tensor:
-        """Rewards of a batch of pairs, float32, shape (pairs, 2), the chosen answer's first.
-
-        Args:
-            batch: Pairs, on one device.
-        """
         model = self.built_model
         with torch.no_grad():
             before = log_likelihoods(self.reference, batch)
         return self.beta * (log_likelihoods(model, batch) - before)
 
-    def training_step(self, batch: PreferenceBatch) -> Tensor:
-        """Loss of one batch, logged as `train_loss` beside margin and accuracy."""
-        return self._loss("train", self(batch), on_step=True, on_epoch=False)
-
-    def validation_step(self, batch: PreferenceBatch) -> None:
-        """Log `val_loss`, `val_margin` and `val_accuracy`, averaged over the pairs of the epoch."""
-        self._loss("val", self(batch), on_step=False, on_epoch=True)
-
-    def test_step(self, batch: PreferenceBatch) -> None:
-        self._loss("test", self(batch), on_step=False, on_epoch=True)
-
-    def predict_step(self, batch: PreferenceBatch) -> Tensor:
-        """Rewards, as `forward` gives them."""
-        rewards: Tensor = self(batch)
-        return rewards
+    @override
+    def loss(self, scores: Tensor) -> Tensor:
+        margins = scores[:, 0] - scores[:, 1]
+        return preference_loss(margins, label_smoothing=self.label_smoothing)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -143,16 +244,6 @@ class DirectPreferenceModule(TransformersModule):
         assert self.reference is not None, "configure_model ran before"
         own = self.reference.state_dict(prefix=_REFERENCE)
         checkpoint["state_dict"].update(own)
-
-    def _loss(self, stage: str, rewards: Tensor, **when: Any) -> Tensor:
-        margins = rewards[:, 0] - rewards[:, 1]
-        loss = preference_loss(margins, label_smoothing=self.label_smoothing)
-        pairs = len(margins)
-        accuracy = (margins > 0).float().mean()
-        self.log(f"{stage}_loss", loss, prog_bar=True, batch_size=pairs, **when)
-        self.log(f"{stage}_margin", margins.detach().mean(), batch_size=pairs, **when)
-        self.log(f"{stage}_accuracy", accuracy, prog_bar=True, batch_size=pairs, **when)
-        return loss
 
 
 def preference_loss(margins: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

@@ -28,6 +28,7 @@ SMALL = (
     "optimizer.lr=0.01",
 )
 CLEAR = ("data.batch_size=256",)  # nearly all texts: losses of two steps compare
+PAIRS = ("data.batch_size=32", "optimizer.lr=0.03")
 TEXTS = "data.files=[docs/quickstart.md,docs/index.md,README.md]"
 
 
@@ -42,6 +43,8 @@ def compose_experiment(name: str, folder: Path, *overrides: str) -> Any:
     [
         ("chat_lora", (), {"val_loss"}),
         ("dpo", (), {"val_loss", "val_margin", "val_accuracy", "train_margin"}),
+        ("dpo", (*PAIRS, "module=orpo"), {"val_loss", "val_margin", "val_accuracy"}),
+        ("dpo", (*PAIRS, "module=reward"), {"val_loss", "val_margin", "val_accuracy"}),
         ("classification", CLEAR, {"val_loss", "val_accuracy", "train_accuracy"}),
         ("text_full", (TEXTS, "data.validation_share=0.4"), {"val_loss"}),
     ],

@@ -3,6 +3,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from peft import LoraConfig
@@ -11,19 +12,27 @@ from torch.utils.data import DataLoader
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.modules import Adapters, DirectPreferenceModule, ModelSource
+from roundpipe_lightning.modules import (
+    Adapters,
+    DirectPreferenceModule,
+    ModelSource,
+    OddsRatioModule,
+    PairModule,
+    RewardModule,
+)
 from roundpipe_lightning.modules.preference import log_likelihoods, preference_loss
 from tests.kit.architectures import TINY
 from tests.kit.training import make_trainer
 
 DEEP = {**TINY, "num_hidden_layers": 4, "initializer_range": 0.1}
+SGD = functools.partial(torch.optim.SGD, lr=0.5)
 LORA = Adapters(config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]), seed=1)
 
 
 def make(adapters: Adapters | None = None, **options: Any) -> DirectPreferenceModule:
     return DirectPreferenceModule(
         ModelSource(architecture=DEEP, seed=3),
-        optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+        optimizer=SGD,
         adapters=adapters,
         **options,
     )
@@ -51,11 +60,11 @@ def batch() -> Any:
     return next(iter(loader()))
 
 
-class Watched(DirectPreferenceModule):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+class Watch(lightning.Callback):
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.gradients = {
             name: parameter.grad.clone()
-            for name, parameter in self.named_parameters()
+            for name, parameter in pl_module.named_parameters()
             if parameter.grad is not None
         }
 
@@ -133,24 +142,68 @@ def test_adapters_that_change_the_base_are_refused(settings: dict[str, Any]) -> 
         module.configure_model()
 
 
+def odds(answer: Tensor) -> Tensor:
+    probability = answer.exp()
+    return probability / (1 - probability)
+
+
+def test_orpo_is_equation_6_of_its_paper() -> None:
+    module = OddsRatioModule(ModelSource(architecture=DEEP), optimizer=SGD, weight=0.3)
+    module.configure_model()
+    given = batch()
+    totals = log_likelihoods(module.model, given)
+    losses = []
+    for pair in range(4):
+        lengths = (given["labels"][pair] != -100).sum(dim=1)
+        chosen, rejected = totals[pair] / lengths
+        ratio = torch.log(odds(chosen) / odds(rejected))
+        losses.append(-chosen - 0.3 * torch.log(1 / (1 + torch.exp(-ratio))))
+    torch.testing.assert_close(module.loss(module(given)), torch.stack(losses).mean())
+
+
+def test_a_reward_model_scores_the_last_token_of_an_answer() -> None:
+    module = RewardModule(ModelSource(architecture=DEEP), optimizer=SGD)
+    module.pad_token_id = 0
+    module.configure_model()
+    given = batch()
+    given["input_ids"][given["attention_mask"] == 0] = 0
+    scores = module(given)
+    length = int(given["attention_mask"][0, 1].sum())
+    states = module.built_model.model(given["input_ids"][0, 1:, :length]).last_hidden_state
+    expected = states[0, -1] @ module.built_model.score.weight[0]
+    torch.testing.assert_close(scores[0, 1], expected)
+    sigmoid = 1 / (1 + torch.exp(scores[:, 1] - scores[:, 0]))
+    torch.testing.assert_close(module.loss(scores), -torch.log(sigmoid).mean())
+
+
 @pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.parametrize("adapters", [None, LORA], ids=["copy", "adapters"])
+@pytest.mark.parametrize("mode", ["step", "blocks"])
+@pytest.mark.parametrize(
+    ("kind", "adapters"),
+    [
+        (DirectPreferenceModule, None),
+        (DirectPreferenceModule, LORA),
+        (OddsRatioModule, None),
+        (RewardModule, None),
+    ],
+)
 def test_microbatches_give_the_gradients_of_the_whole_batch(
-    adapters: Adapters | None, num_workers: int, tmp_path: Path
+    kind: type[PairModule], adapters: Adapters | None, mode: Any, num_workers: int, tmp_path: Path
 ) -> None:
-    def run(folder: str, **options: Any) -> tuple[Watched, dict[str, Tensor]]:
-        module = Watched(
-            ModelSource(architecture=DEEP, seed=3),
-            optimizer=functools.partial(torch.optim.SGD, lr=0.5),
-            adapters=adapters,
-            beta=0.5,
+    def run(folder: str, **options: Any) -> tuple[Watch, dict[str, Tensor]]:
+        module, watch = (
+            kind(ModelSource(architecture=DEEP, seed=3), optimizer=SGD, adapters=adapters),
+            Watch(),
         )
-        used = make_trainer(tmp_path / folder, max_steps=2, **options)
+        if isinstance(module, RewardModule):
+            module.setup = lambda stage: None  # type: ignore[method-assign]
+            module.pad_token_id = 0
+        used = make_trainer(tmp_path / folder, max_steps=2, callbacks=[watch], **options)
         used.fit(module, loader(), loader())
-        return module, used.callback_metrics
+        return watch, used.callback_metrics
 
     plain, expected = run("plain")
-    strategy = RoundPipeStrategy(num_microbatches=3)
+    strategy = RoundPipeStrategy(num_microbatches=3, microbatching=mode)
     piped, found = run("piped", strategy=strategy, devices=num_workers)
     for name in ("train_loss", "train_margin", "train_accuracy", "val_loss"):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7)
