@@ -207,9 +207,9 @@ class StepDraws:
         if self._states(generators) != before:
             self._looks_for_others = False
             warnings.warn(
-                "A backward pass draws random numbers (a torch.autograd.Function, a hook): which "
-                "microbatch gets which is not the same every time. Draw them in the forward pass "
-                "and save them for the backward pass.",
+                "A backward pass (a torch.autograd.Function, a hook), or code beside it that the "
+                "engine does not see, draws random numbers: who gets which is not the same every "
+                "time. Draw them in the forward pass and save them for the backward pass.",
                 category=UnrepeatableDrawWarning,
                 stacklevel=2,
             )
