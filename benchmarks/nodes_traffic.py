@@ -141,8 +141,10 @@ def shape(host: int, bits_per_second: float) -> None:
     """Let a host send so much."""
     rate, burst = f"{int(bits_per_second)}bit", str(max(32_768, int(bits_per_second / 8 / 250)))
     where = f"tc -n rp{host} qdisc replace dev eth0 root"
-    command = f"{where} tbf rate {rate} burst {burst} latency 400ms"
+    command = f"{where} tbf rate {rate} burst {burst} latency 40ms"
     subprocess.run(command.split(), check=True)
+    stays_fast = "sysctl -qw net.ipv4.tcp_slow_start_after_idle=0"
+    subprocess.run(["ip", "netns", "exec", f"rp{host}", *stays_fast.split()], check=True)
 
 
 def run_hosts(given: argparse.Namespace, *, is_apart: bool) -> list[dict[str, Any]]:
