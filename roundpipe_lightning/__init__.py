@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from roundpipe_lightning import errors, optim
 from roundpipe_lightning.callbacks import (
     ExportPretrained,
+    LiveView,
     PipelineMonitor,
     PipelineTimeline,
     PlanReport,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ExportPretrained",
     "HardwareSpec",
+    "LiveView",
     "ModelProfile",
     "PipelineMonitor",
     "PipelineTimeline",

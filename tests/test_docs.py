@@ -88,6 +88,7 @@ PARTS = {
     "pretrained_export",
     "timeline",
     "progress_bar",
+    "live_view",
     "run_report",
     "lr_monitor",
 }

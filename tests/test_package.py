@@ -14,6 +14,7 @@ import roundpipe_lightning
 PUBLIC_NAMES = [
     "ExportPretrained",
     "HardwareSpec",
+    "LiveView",
     "ModelProfile",
     "PipelineMonitor",
     "PipelineTimeline",

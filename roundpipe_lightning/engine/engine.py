@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.engine.worker.user_code import Outside
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
+from roundpipe_lightning.planning.report.progress import WorkerState
 from roundpipe_lightning.planning.schedule.plan import Plan
 
 
@@ -194,6 +195,15 @@ class Engine:
     @property
     def workers(self) -> tuple[Worker, ...]:
         return () if self._opened is None else self._opened.workers
+
+    def worker_states(self) -> list[WorkerState]:
+        """Return what every worker does in the step that began last; to any thread."""
+        with suppress(IndexError):  # the step has ended meanwhile
+            turns = None if self._opened is None else self._opened.steps.last_turns
+            if turns is not None:
+                progress = zip(self.workers, turns.progress().workers(), strict=True)
+                return [worker.state(doing) for worker, doing in progress]
+        return []
 
     @property
     def store(self) -> HostStore:

@@ -191,7 +191,7 @@ class Step:
                 places = "\n".join(f"  {one.turns.place}" for one in self.microbatches)
                 raise WatchdogError(
                     f"No action began or ended for {timeout_seconds:g} s (timeout_seconds). "
-                    f"The schedule, running actions in > <:\n{turns.report()}\n"
+                    f"The schedule, running actions in > <:\n{turns.progress().to_text()}\n"
                     f"Every microbatch stands at, or waits for:\n{places}\n"
                     "Raise RoundPipeStrategy(timeout_seconds=...) if a stage may take so long."
                 )

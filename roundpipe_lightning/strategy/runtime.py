@@ -30,6 +30,7 @@ from roundpipe_lightning.errors import StepModeError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossFusion
 from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.report.progress import WorkerState
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat
@@ -264,6 +265,10 @@ class PipelineRuntime:
             num_devices=len(self._devices) / self._options.workers_per_device,
             assumed_rates=self._assumed_rates,
         )
+
+    @property
+    def worker_states(self) -> list[WorkerState]:
+        return [] if self._engine is None else self._engine.worker_states()
 
     @property
     def peak_device_bytes(self) -> int:

@@ -40,6 +40,7 @@ from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossMode
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.report.progress import WorkerState
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
@@ -304,6 +305,11 @@ class RoundPipeStrategy(OneProcessStrategy):
     def is_in_flight(self) -> bool:
         """Whether the backward pass of the last batch still runs; asking does not wait for it."""
         return self._seen is not None and self._seen.in_flight is not None
+
+    @property
+    def worker_states(self) -> list[WorkerState]:
+        """What every worker does at this moment, to any thread; empty where no step runs."""
+        return self._seen.worker_states if self._seen else []
 
     @property
     def peak_device_bytes(self) -> int | None:

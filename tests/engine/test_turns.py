@@ -94,7 +94,7 @@ def test_random_schedules_run_to_their_end_in_order(plan: Plan) -> None:
     turns, log = Turns(graph), _Log()
     for thread in _walk_all(plan, turns, graph, log):
         thread.join(60)
-        assert not thread.is_alive(), f"deadlock\n{turns.report()}\n{plan}"
+        assert not thread.is_alive(), f"deadlock\n{turns.progress().to_text()}\n{plan}"
     begins = [action for what, action in log.events if what == "begin"]
     assert sorted(map(str, begins)) == sorted(map(str, plan.schedule))
     moment = {(what, action.key): i for i, (what, action) in enumerate(log.events)}
@@ -147,16 +147,16 @@ def test_a_waiter_waits_until_the_worker_is_free() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     assert not entered.wait(0.1)
-    assert ">F0.0<" in turns.report()
-    assert re.search(r"worker 0: 0 of 6 done, runs F0\.0 for \d+\.\d s", turns.report())
+    assert ">F0.0<" in turns.progress().to_text()
+    assert re.search(r"worker 0: 0 of 6 done, runs F0\.0 for \d+\.\d s", turns.progress().to_text())
     assert "worker 1: 0 of 4 done, waits to begin F1.0 for F0.0 (worker 0, running)" in (
-        turns.report()
+        turns.progress().to_text()
     )
     turns.end(first)
     assert entered.wait(60)
     thread.join()
-    assert "worker 0: 1 of 6 done, runs F0.1" in turns.report()
-    assert "worker 1: 0 of 4 done, may begin F1.0" in turns.report()
+    assert "worker 0: 1 of 6 done, runs F0.1" in turns.progress().to_text()
+    assert "worker 1: 0 of 4 done, may begin F1.0" in turns.progress().to_text()
 
 
 def test_a_begin_after_an_abort_raises_at_once() -> None:

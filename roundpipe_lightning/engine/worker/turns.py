@@ -167,15 +167,14 @@ class Turns:
         """Counts begins and ends: it grows as long as the step makes progress."""
         return len(self._begun) + len(self._ended)
 
-    def report(self) -> str:
-        """Return the schedule as a grid, and what every worker runs or waits for."""
+    def progress(self) -> StepProgress:
+        """Return which actions have ended and which run, to any thread."""
         now = monotonic()
         with self._mutex:
-            progress = StepProgress(
+            return StepProgress(
                 plan=self.graph.plan,
                 ended=set(self._ended),
                 running={
                     key: now - begun for key, begun in self._begun.items() if key not in self._ended
                 },
             )
-        return progress.to_text()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,6 +32,7 @@ from roundpipe_lightning.engine.transfer.weight_prefetch import StageWeights
 from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerTransfers
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.engine.worker.out_of_memory import HeldMemory
+from roundpipe_lightning.planning.report.progress import WorkerState
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 
@@ -248,6 +250,14 @@ class Worker:
             gradients=0 if resident is None else resident.gradient_bytes,
             outside=outside,
             boundaries=boundaries,
+        )
+
+    def state(self, state: WorkerState) -> WorkerState:
+        """Return the state with the worker's queues and memory."""
+        moved = self.transfers
+        queues = (0, 0) if moved is None else (moved.uploads.num_jobs, moved.downloads.num_jobs)
+        return replace(
+            state, num_uploads=queues[0], num_downloads=queues[1], bytes=self.peak_bytes()
         )
 
     def peak_bytes(self) -> int:

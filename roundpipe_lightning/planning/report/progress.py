@@ -22,6 +22,18 @@ _SHOWN_BEFORE = 3  # number of finished ones among them
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerState:
+    """What a worker does at a moment, in words, and what waits in its queues."""
+
+    doing: str
+    num_ended: int  # actions of the step
+    num_actions: int
+    num_uploads: int = 0
+    num_downloads: int = 0
+    bytes: int = 0  # the most in use so far
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepProgress:
     """Progress of a step.
 
@@ -37,11 +49,17 @@ class StepProgress:
         """Return the grid and, for every worker, what it runs or waits for."""
         lines = ["[done] >running<  waiting; a row has a worker's actions in order"]
         lines += self._grid()
-        for worker, actions in enumerate(self.plan.schedule.workers):
+        for worker, state in enumerate(self.workers()):
+            done = f"{state.num_ended} of {state.num_actions} done"
+            lines.append(f"worker {worker}: {done}, {state.doing}")
+        return "\n".join(lines)
+
+    def workers(self) -> Iterator[WorkerState]:
+        """Yield what every worker runs or waits for."""
+        for actions in self.plan.schedule.workers:
             num_done = sum(action.key in self.ended for action in actions)
             doing = self._doing(actions[num_done]) if num_done < len(actions) else "is through"
-            lines.append(f"worker {worker}: {num_done} of {len(actions)} done, {doing}")
-        return "\n".join(lines)
+            yield WorkerState(doing=doing, num_ended=num_done, num_actions=len(actions))
 
     def _doing(self, action: Action) -> str:
         seconds = self.running.get(action.key)
