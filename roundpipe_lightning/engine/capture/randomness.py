@@ -204,8 +204,11 @@ class StepDraws:
             return
         before = self._states(generators)
         yield
-        if self._states(generators) != before:
-            self._looks_for_others = False
+        if self._states(generators) == before:
+            return
+        with self._lock:
+            is_first, self._looks_for_others = self._looks_for_others, False
+        if is_first:
             warnings.warn(
                 "A backward pass (a torch.autograd.Function, a hook), or code beside it that the "
                 "engine does not see, draws random numbers: who gets which is not the same every "
