@@ -1,4 +1,4 @@
-"""The commands `roundpipe-train`, `roundpipe-plan`, `roundpipe-export`: Hydra around the package.
+"""The commands `roundpipe-train`, `-plan`, `-data` and `-export`: Hydra around the package.
 
 This module stands beside the package, because importing the package imports torch and Lightning,
 which takes seconds. What Hydra does alone (`--help`, `--cfg job`, a wrong key) waits for neither.
@@ -33,14 +33,17 @@ EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 plus the number of SIGINT."""
 
 
+_CHOICES = ("recipe", "experiment")
+"""Groups whose files choose in other groups."""
+
 _HELP = {
     "train": """\
 roundpipe-train, or python train.py: trains a model that may be larger than the devices,
 then validates and tests it. Settings are given as name=value; a run has a folder below logs/.
 
   roundpipe-train                                            a small model, in two minutes
-  roundpipe-train experiment=chat_lora data.files=chat.jsonl model.hub_name=Qwen/Qwen3-0.6B
-  roundpipe-train model=qwen3_1_7b trainer.max_steps=500 optimizer.lr=1e-5
+  roundpipe-train recipe=qwen3_32b/lora data=chat.jsonl      a published recipe on your file
+  roundpipe-train recipe=qwen3_8b/qlora data=chats.json model=my/folder trainer.max_epochs=2
   roundpipe-train ckpt_path=last                             goes on with the newest run
   roundpipe-train -m optimizer.lr=1e-4,1e-5                  several runs, and a table of them
 
@@ -51,6 +54,14 @@ takes the settings of roundpipe-train, and machines that are elsewhere.
 
   roundpipe-plan model=qwen3_32b hardware=rtx4090x8             eight of them
   roundpipe-plan model=qwen3_1_7b hardware=auto longest=true    the longest sequence that fits
+
+""",
+    "data": """\
+roundpipe-data: says what is in data files, in which form, and shows a sample as tokens, with
+those marked that are learned. It takes the settings of roundpipe-train.
+
+  roundpipe-data data=chats.json
+  roundpipe-data recipe=qwen3_32b/lora data=chats.json
 
 """,
     "export": """\
@@ -73,6 +84,7 @@ def _launch(name: str) -> None:
     import hydra
 
     folder = _config_folder()
+    sys.argv[1:] = in_settings(sys.argv[1:], folder)
     if {"-h", "--help"} & set(sys.argv[1:]):
         sys.stdout.write(_HELP[name])
     else:
@@ -132,6 +144,9 @@ train = partial(_launch, "train")
 plan = partial(_launch, "plan")
 """Say what a training needs and how fast it will be, before it runs."""
 
+data = partial(_launch, "data")
+"""Say what is in data files, and show a sample as tokens."""
+
 export = partial(_launch, "export")
 """Write a checkpoint as a Hugging Face folder, or as an adapter folder."""
 
@@ -166,8 +181,9 @@ def explain(error: Exception, name: str, folder: Path) -> str:
     first = next(filter(None, lines), type(error).__name__)
     missing = re.search(r"Could not (?:find|load) '([^']+)'", str(error))
     if missing is not None:
-        group, _, file = missing[1].rpartition("/")
-        files = sorted(path.stem for path in (folder / group).glob("*.yaml"))
+        group, _, file = missing[1].partition("/")
+        paths = [path.relative_to(folder / group) for path in (folder / group).rglob("*.yaml")]
+        files = sorted(p.with_suffix("").as_posix() for p in paths if p.parts[0] != "base")
         near = difflib.get_close_matches(file, files, n=1)
         meant = f" Did you mean {group}={near[0]}?" if near else ""
         return f"{group}={file} does not exist.{meant} There are: {', '.join(files)}."
@@ -201,6 +217,52 @@ def _keys(name: str, folder: Path) -> list[str]:
                 yield from below(value, f"{start}{key}.")
 
     return list(below(config, ""))
+
+
+def in_settings(arguments: list[str], folder: Path) -> list[str]:
+    """The command line with files and models by name as settings.
+
+    `data=` and `model=` name a file of `conf/data` and `conf/model`. A value that names none and
+    has a dot, a slash or a star in it, or is a list, is a file of data (`data.files=`), or a model
+    of the hub or of a folder (`model.hub_name=`).
+    """
+    given = dict(each.split("=", 1) for each in arguments if "=" in each)
+    found = []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        is_group = (folder / name / f"{value}.yaml").is_file()
+        if name not in ("data", "model") or is_group or not re.search(r"[./*{\[]", value):
+            found.append(argument)
+        elif name == "data":
+            found += _data_settings(value, given, folder)
+        else:
+            found += _model_settings(value, folder)
+    return found
+
+
+def _data_settings(value: str, given: dict[str, str], folder: Path) -> list[str]:
+    files = value if value[0] in "{[" else f"[{_quoted(value)}]"
+    chosen = (folder / group / f"{given[group]}.yaml" for group in _CHOICES if group in given)
+    if any(file.is_file() and "override /data" in file.read_text("utf-8") for file in chosen):
+        return [f"data.files={files}"]
+    if "recipe" in given:
+        return [f"data.files={files}"]
+    module = given.get("module", "causal_lm")
+    kind = "chat" if module == "causal_lm" else module
+    return [f"data={kind}", f"data.files={files}"]
+
+
+def _model_settings(value: str, folder: Path) -> list[str]:
+    for file in (folder / "model").glob("*.yaml"):
+        if f"\nhub_name: {value} " in file.read_text("utf-8"):
+            return [f"model={file.stem}", "model.weights=pretrained"]
+    return ["model=hub", f"model.hub_name={_quoted(value)}"]
+
+
+def _quoted(value: str) -> str:
+    """A text as Hydra reads it."""
+    inside = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{inside}'"
 
 
 def _near(key: str, keys: list[str]) -> list[str]:

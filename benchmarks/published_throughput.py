@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from peft import LoraConfig
 from torch import nn
 
@@ -199,8 +201,9 @@ def measure(name: str, *, rank: int | None = None, experts: bool = False) -> Wor
         rank: Of its LoRA adapters, 0: none; None: as it was published.
         experts: Whether a mixture's experts get adapters, too, where there are any.
     """
-    config = yaml.safe_load((MODELS / f"{name}.yaml").read_text(encoding="utf-8"))
-    source = ModelSource(architecture=config["architecture"])
+    with initialize_config_dir(str(MODELS.parent), version_base="1.3"):
+        config = compose("train", overrides=[f"model={name}"])
+    source = ModelSource(architecture=OmegaConf.to_container(config.model.architecture))
     rank = LORA_RANKS.get(name, 0) if rank is None else rank
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 from decoder_sizes import Architecture
+from hydra import compose, initialize_config_dir
 
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile, fingerprint
 
@@ -132,7 +133,9 @@ def _sizes(name: str, entry: Mapping[str, Any]) -> tuple[dict[str, int], dict[st
     head: dict[str, int] = {}
     config = _CONFIGS / f"{name}.yaml"
     if config.is_file():
-        architecture = Architecture.from_config(yaml.safe_load(config.read_text())["architecture"])
+        with initialize_config_dir(str(_CONFIGS.parent), version_base="1.3"):
+            model = compose("train", overrides=[f"model={name}"]).model
+        architecture = Architecture.from_config(model.architecture)
         layer, head = _known_sizes(architecture, lora_rank=_LORA_RANKS.get(name))
     if "layer_bytes" in entry:
         trained = layer.get("trainable_bytes", entry["layer_bytes"])

@@ -5,20 +5,19 @@ from roundpipe_lightning.data.chat import ChatDataModule
 from roundpipe_lightning.data.classification import ClassificationDataModule
 from roundpipe_lightning.data.preference import PreferenceDataModule
 from roundpipe_lightning.data.records import DatasetRecords, Record, RecordFiles
-from roundpipe_lightning.data.stream import TextStreamDataModule
 from roundpipe_lightning.data.text import TextDataModule
-from roundpipe_lightning.data.token_data import FileOptions
+from roundpipe_lightning.data.token_data import FileDataModule, FileOptions
 
 __all__ = [
     "ByteDataModule",
     "ChatDataModule",
     "ClassificationDataModule",
     "DatasetRecords",
+    "FileDataModule",
     "FileOptions",
     "PreferenceDataModule",
     "Record",
     "RecordFiles",
     "TextDataModule",
     "TextFolder",
-    "TextStreamDataModule",
 ]

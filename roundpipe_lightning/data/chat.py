@@ -11,43 +11,49 @@ import torch
 from jinja2 import TemplateError
 from typing_extensions import override
 
+from roundpipe_lightning.data.forms import Message, is_trained
 from roundpipe_lightning.data.records import Record
-from roundpipe_lightning.data.samples import IGNORED, Row, Sample, as_row, packed_rows
+from roundpipe_lightning.data.samples import (
+    IGNORED,
+    Row,
+    Sample,
+    as_row,
+    first_rows,
+    packed_row,
+    packed_rows,
+)
+from roundpipe_lightning.data.text import text_sample
 from roundpipe_lightning.data.token_data import FileDataModule
 from roundpipe_lightning.errors import ConfigurationError, DataError
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that a message may have; whether a template knows all of them is the template's matter."""
-
-Message = Mapping[str, Any]
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatDataModule(FileDataModule):
-    """Conversations: `{"messages": [{"role": "user", "content": "..."}, ...]}` per line.
+    """Conversations, instructions with answers, and texts, in any form that `Forms` knows.
 
-    They are written with the tokenizer's own chat template, and only what the assistant says is
-    predicted. With packing, short conversations share a row: less is computed for padding, and no
-    attention crosses from one conversation into another.
+    Conversations are written with the tokenizer's own chat template, and only what the assistant
+    says is predicted; a message may say otherwise (`train`). Of texts every token is predicted, and
+    a long one makes several samples. With packing, short conversations share a row: less is
+    computed for padding, and no attention crosses from one conversation into another.
 
     Args:
         packing: Whether conversations share rows.
         no_target: What becomes of a conversation in which the assistant says nothing (that is
             left of it): `drop` or `refuse`.
-        field: Field of a record that has the messages.
         options: The other arguments of `FileDataModule`.
 
     Raises:
         ConfigurationError: A setting is out of its range.
     """
 
+    kinds = ("conversation", "text")
+
     def __init__(
         self,
         *,
         packing: bool = True,
         no_target: str = "drop",
-        field: str = "messages",
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -55,7 +61,6 @@ class ChatDataModule(FileDataModule):
             raise ConfigurationError(f"data.no_target={no_target!r} is not one of drop, refuse.")
         self.packing = packing
         self.no_target = no_target
-        self.field = field
 
     @property
     def packs_documents(self) -> bool:
@@ -67,12 +72,15 @@ class ChatDataModule(FileDataModule):
         return ConversationEncoder(self.tokenizer, name=self.tokenizer_name)
 
     @override
-    def encode(self, record: Record) -> Sample | None:
-        """A conversation as tokens."""
-        messages = check_messages(record.get(self.field), place=record.place)
-        tools = record.fields.get("tools")
-        options = {"tools": tools} if tools else {}
-        whole = self._encoder(messages, place=record.place, **options)
+    def encode(self, record: Record) -> list[Sample]:
+        """A conversation or a text as tokens."""
+        content = self.content(record)
+        if content.text is not None:
+            whole = text_sample(content.text, self.tokenizer, name=self.tokenizer_name)
+            starts = range(0, len(whole) - 1, self.seq_len)
+            return [whole[start : start + self.seq_len] for start in starts]
+        options = {"tools": content.tools} if content.tools else {}
+        whole = self._encoder(content.messages, place=record.place, **options)
         sample = self.fit_length(whole, place=record.place)
         if sample is not None and sample.num_targets == 0:
             if self.no_target == "refuse":
@@ -82,8 +90,8 @@ class ChatDataModule(FileDataModule):
                     "nothing to learn. Remove it, or set data.no_target=drop."
                 )
             self.skip("without a word of the assistant")
-            return None
-        return sample
+            return []
+        return [] if sample is None else [sample]
 
     @override
     def arrange(self, samples: Sequence[Sample]) -> Sequence[Row]:
@@ -92,13 +100,21 @@ class ChatDataModule(FileDataModule):
             return packed_rows(samples, seq_len=self.seq_len)
         return [as_row(sample) for sample in samples]
 
+    @override
+    def take(self, samples: list[Sample]) -> tuple[Sequence[Row], list[Sample]]:
+        seq_len = self.seq_len if self.packing else 0
+        rows, rest = first_rows(samples, num_rows=self.batch_size, seq_len=seq_len)
+        as_one = packed_row if self.packing else lambda row: as_row(row[0])
+        return [as_one(row) for row in rows], rest
+
 
 class ConversationEncoder:
     """Turns conversations into samples in which only what the assistant says is predicted.
 
-    Where the template marks the assistant's part (`{% generation %}`), the marks decide. Else the
-    conversation is rendered up to each of the assistant's messages, with and without it, and the
-    difference is the assistant's part: its text and the token that ends it.
+    Where the template marks the assistant's part (`{% generation %}`), the marks decide. Else, and
+    where a message says itself whether it is learned, the conversation is rendered up to each
+    message that is, with and without it, and the difference is its part: its text and the token
+    that ends it.
 
     Args:
         tokenizer: A fast tokenizer of transformers with a chat template.
@@ -129,7 +145,9 @@ class ConversationEncoder:
         Raises:
             DataError: The template cannot write it.
         """
-        encode = self._encode_marked if self._is_marked else self._encode_by_difference
+        flagged = any(is_trained(message) is not None for message in messages)
+        by_marks = self._is_marked and not flagged
+        encode = self._encode_marked if by_marks else self._encode_by_difference
         return encode(messages, options, place=place)
 
     def last_answer(self, messages: Sequence[Message], *, place: str) -> Sample:
@@ -161,20 +179,24 @@ class ConversationEncoder:
         text = self._render(messages, options, place=place)
         spans = []
         for index, message in enumerate(messages):
-            if message["role"] == "assistant":
+            answers = message["role"] == "assistant"
+            flag = is_trained(message)
+            if answers if flag is None else flag:
                 before = self._render(
-                    messages[:index], options, place=place, add_generation_prompt=True
+                    messages[:index], options, place=place, add_generation_prompt=answers
                 )
                 through = self._render(messages[: index + 1], options, place=place)
                 content = str(message.get("content") or "").strip()
-                span = _assistant_span(text, before=before, through=through, content=content)
+                span = _message_span(text, before=before, through=through, content=content)
                 if span is None:
                     raise DataError(
-                        f"{place}: message {index + 1} is the assistant's, but the chat template "
-                        "writes the conversation before it in another way once it is there, so "
-                        "its tokens cannot be found. Use a template with generation marks "
-                        "(data.tokenizer.chat_template)."
+                        f"{place}: message {index + 1} ({message['role']}) is learned, but the "
+                        "template writes the conversation before it in another way once it is "
+                        "there, so its tokens cannot be found. Use a template with generation "
+                        "marks (data.tokenizer.chat_template)."
                     )
+                if not answers:  # no answer begins with who speaks
+                    span = (max(span[0], text.find(content, span[0])), span[1])
                 spans.append(span)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         targets = [
@@ -197,39 +219,8 @@ class ConversationEncoder:
             ) from error
 
 
-def check_messages(value: Any, *, place: str) -> Sequence[Message]:
-    """The messages of a conversation.
-
-    Raises:
-        DataError: It is no list of messages, is empty, or a message has no role that is known or
-            no content.
-    """
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise DataError(
-            f"{place}: a conversation is a list of messages, and not an empty one, such as "
-            '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
-        )
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, Mapping):
-            raise DataError(f"{place}: message {number} is no object with a role and a content.")
-        role = message.get("role")
-        if role not in ROLES:
-            raise DataError(
-                f"{place}: message {number} has the role {role!r}. Known roles are "
-                f"{', '.join(ROLES)}."
-            )
-        content = message.get("content")
-        if not message.get("tool_calls") and (content is None or content in ("", [])):
-            raise DataError(
-                f"{place}: message {number} ({role}) has no content. Give it one or remove it."
-            )
-    return value
-
-
-def _assistant_span(
-    text: str, *, before: str, through: str, content: str
-) -> tuple[int, int] | None:
-    """Return the span of the assistant's message in the text of a conversation.
+def _message_span(text: str, *, before: str, through: str, content: str) -> tuple[int, int] | None:
+    """Return the span of a message in the text of a conversation.
 
     Args:
         text: The whole conversation.

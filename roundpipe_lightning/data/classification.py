@@ -43,11 +43,11 @@ class ClassificationDataModule(FileDataModule):
         self.label_field = label_field
 
     @override
-    def encode(self, record: Record) -> Row | None:
+    def encode(self, record: Record) -> list[Row]:
         label = self._label(record)
         whole = Sample.of(self.tokenizer(record.text(self.field))["input_ids"])
         sample = self.fit_length(whole, place=record.place)
-        return None if sample is None else {**as_row(sample), "labels": torch.tensor(label)}
+        return [] if sample is None else [{**as_row(sample), "labels": torch.tensor(label)}]
 
     @override
     def arrange(self, samples: Sequence[Row]) -> Sequence[Row]:

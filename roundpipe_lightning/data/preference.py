@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from typing_extensions import override
 
-from roundpipe_lightning.data.chat import ConversationEncoder, Message, check_messages
+from roundpipe_lightning.data.chat import ConversationEncoder
+from roundpipe_lightning.data.forms import Message
 from roundpipe_lightning.data.records import Record
 from roundpipe_lightning.data.samples import Padding, Row, Sample, TooLong, as_row
 from roundpipe_lightning.data.token_data import FileDataModule
@@ -22,10 +22,10 @@ Pair = tuple[Sample, Sample]
 class PreferenceDataModule(FileDataModule):
     """Pairs: `{"prompt": "...", "chosen": "...", "rejected": "..."}` per line.
 
-    Texts are taken as one exchange between user and assistant. Messages may stand in their place:
-    `prompt` may be a list of messages, and so may `chosen` and `rejected`, which then end with the
-    assistant's or, without a `prompt`, hold the whole conversation. All are written with the
-    tokenizer's chat template; of each only the last answer is scored.
+    Texts are taken as one exchange between user and assistant. Messages or ShareGPT's turns may
+    stand in their place: `prompt` may be a list of messages, and so may `chosen` and `rejected`,
+    which then end with the assistant's or, without a `prompt`, hold the whole conversation. All are
+    written with the tokenizer's chat template; of each only the last answer is scored.
 
     Args:
         options: The fields of `FileOptions`; `seq_len` and `batch_size` (in pairs) among them.
@@ -35,27 +35,30 @@ class PreferenceDataModule(FileDataModule):
         ConfigurationError: A setting is out of its range.
     """
 
+    kinds = ("pair",)
+
     @cached_property
     def _encoder(self) -> ConversationEncoder:
         return ConversationEncoder(self.tokenizer, name=self.tokenizer_name)
 
     @override
-    def encode(self, record: Record) -> Pair | None:
+    def encode(self, record: Record) -> list[Pair]:
         """A pair as tokens."""
-        prompt = record.fields.get("prompt")
-        before = [] if prompt is None else _as_messages(prompt, "user", record)
-        chosen = self._answer(before, "chosen", record)
-        rejected = self._answer(before, "rejected", record)
+        content = self.content(record)
+        chosen, rejected = (
+            self._answer([*content.messages, *answer], name, record)
+            for name, answer in zip(("chosen", "rejected"), content.answers, strict=True)
+        )
         if chosen is None or rejected is None:
             self.skip(f"longer than data.seq_len={self.seq_len} tokens")
-            return None
+            return []
         if torch.equal(chosen.input_ids, rejected.input_ids):
             raise DataError(
                 f"{record.place}: the chosen and the rejected answer are the same"
                 f"{' as far as they are kept' if self.options.policy is TooLong.CUT_END else ''}, "
                 "so there is nothing to prefer. Remove the sample."
             )
-        return chosen, rejected
+        return [(chosen, rejected)]
 
     @override
     def arrange(self, samples: Sequence[Pair]) -> Sequence[Row]:
@@ -63,10 +66,8 @@ class PreferenceDataModule(FileDataModule):
         stack = Padding(pad_token=self.pad_token_id)
         return [stack([as_row(chosen), as_row(rejected)]) for chosen, rejected in samples]
 
-    def _answer(self, before: Sequence[Message], field: str, record: Record) -> Sample | None:
+    def _answer(self, messages: Sequence[Message], field: str, record: Record) -> Sample | None:
         """A prompt with one of its answers, the last message alone as the target."""
-        answer = _as_messages(record.get(field), "assistant", record)
-        messages = [*before, *answer]
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
             raise DataError(
                 f"{record.place}: the field {field!r} does not end with an answer of the assistant "
@@ -80,9 +81,3 @@ class PreferenceDataModule(FileDataModule):
                 f"data.seq_len={self.seq_len} tokens. Raise it, or set data.too_long=cut_start."
             )
         return sample
-
-
-def _as_messages(value: Any, role: str, record: Record) -> Sequence[Message]:
-    if isinstance(value, str):
-        value = [{"role": role, "content": value}]
-    return check_messages(value, place=record.place)

@@ -1,19 +1,27 @@
-"""Records in files and data sets: JSON lines, CSV, Parquet, plain text, the Hugging Face hub.
+"""Records in files and data sets: JSON, CSV, Parquet, plain text, the Hugging Face hub.
 
-JSON lines and CSV are read here and not by `datasets`, so that one file may hold records of several
-forms and a broken line is named by its number.
+JSON and CSV are read here and not by `datasets`, so that a broken line is named by its number.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
+
+import fsspec  # type: ignore[import-untyped]
 
 from roundpipe_lightning.errors import ConfigurationError, DataError
+
+_HUB_NAME = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<name>[\w.-]+))?(:(?P<split>[\w\[\]%:]+))?")
+_COMPRESSED = (".gz", ".bz2", ".xz")
+_LISTS = ("data", "train", "rows", "examples", "instances")
+"""Fields of a JSON object that may hold the records of a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +31,12 @@ class Record:
     Attributes:
         fields: The sample's fields by name.
         place: Where it stands, for messages: `chat.jsonl, line 3`.
+        part: The file.
     """
 
     fields: Mapping[str, Any]
     place: str
+    part: str = ""
 
     def get(self, name: str) -> Any:
         """The value of a field.
@@ -67,34 +77,67 @@ class RecordSource(Protocol):
         """Records of a part in their order."""
 
 
+def passes(source: RecordSource) -> list[tuple[str, float]]:
+    """The parts in an epoch: a part of weight 2.5 comes twice whole, then with half its records."""
+    weights: Mapping[str, float] = getattr(source, "weights", {})
+    found = []
+    for part in source.parts():
+        weight = weights.get(part, 1.0)
+        found += [(part, 1.0)] * math.floor(weight)
+        found += [(part, weight % 1)] * (weight % 1 > 0)
+    return found
+
+
+def is_in_share(index: int, share: float) -> bool:
+    """Whether a record is in an evenly spaced share of its part."""
+    return math.floor((index + 1) * share) > math.floor(index * share)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordFiles:
-    """Records in files of this machine.
+    """Records in files of this machine, and in data sets of the Hugging Face hub.
 
-    How a file is read follows from its suffix: `.jsonl` (one JSON object per line), `.csv` (the
-    first line names the fields), `.parquet`, `.txt` and `.md` (the whole file is the field `text`
-    of one record).
+    How a file is read follows from its suffix: `.jsonl` (one JSON object per line), `.json` (a list
+    of objects, or objects one after another), `.csv` (the first line names the fields),
+    `.parquet`, `.txt` and `.md` (the whole file is the field `text` of one record). Any but
+    Parquet may be compressed: `.jsonl.gz`.
 
     Attributes:
-        paths: Files, folders (all files in them that can be read) and glob patterns.
+        paths: Files, folders (all files in them that can be read), glob patterns and names on the
+            hub (`owner/name`, `owner/name/configuration:split`). As a mapping, each with its
+            weight: how many times its records come in an epoch.
 
     Raises:
-        ConfigurationError: There are no paths; and in `parts`: nothing is there, or its suffix is
-            unknown.
+        ConfigurationError: There are no paths, or a weight is not above 0; and in `parts`: nothing
+            is there, or its suffix is unknown.
     """
 
-    paths: Sequence[str] | str = field(default_factory=tuple)
+    paths: Sequence[str] | Mapping[str, float] | str = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
         if not self.paths:
             raise ConfigurationError("data files: there are none. Name one, such as chat.jsonl.")
         if isinstance(self.paths, str):
             object.__setattr__(self, "paths", (self.paths,))
+        for path, weight in self._given.items():
+            if not 0 < weight < math.inf:
+                raise ConfigurationError(
+                    f"data.files: the weight of {path} is {weight!r}. It says how many times the "
+                    "records come in an epoch: 1, 2, 0.5."
+                )
+
+    @property
+    def _given(self) -> Mapping[str, float]:
+        return self.paths if isinstance(self.paths, Mapping) else dict.fromkeys(self.paths, 1.0)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """How many times the records of each part come in an epoch."""
+        return {part: weight for path, weight in self._given.items() for part in _files(path)}
 
     def parts(self) -> tuple[str, ...]:
         """Paths of all files, those of a folder or a pattern sorted by name."""
-        found = [str(file) for path in self.paths for file in _files(path)]
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(part for path in self._given for part in _files(path)))
 
     def read(self, part: str) -> Iterator[Record]:
         """Records of a file.
@@ -103,7 +146,16 @@ class RecordFiles:
             DataError: The file cannot be read; the message names the line.
         """
         path = Path(part)
-        return _READERS[path.suffix.lower()](path)
+        if not path.exists():
+            yield from _hub_records(part)
+            return
+        try:
+            for fields, place in _READERS[_suffix(path)](path):
+                yield Record(fields=fields, place=f"{path}{place}", part=part)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: this is not a text in UTF-8 ({error}).") from error
+        except (OSError, EOFError, csv.Error) as error:
+            raise DataError(f"{path}: this file cannot be read: {error}.") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,52 +180,121 @@ class DatasetRecords:
 
         rows = datasets.load_dataset(self.path, split=part, **self.options)
         for index, fields in enumerate(rows):
-            yield Record(fields=fields, place=f"{self.path}, {part}, row {index}")
+            yield Record(fields=fields, place=f"{self.path}, {part}, row {index}", part=part)
+
+
+def _hub_records(part: str) -> Iterator[Record]:
+    """Records of a data set that a name says."""
+    named = _HUB_NAME.fullmatch(part)
+    assert named is not None, "checked by _files"
+    options = {} if named["name"] is None else {"name": named["name"]}
+    source = DatasetRecords(path=named["path"], split=named["split"] or "train", options=options)
+    try:
+        for record in source.read(source.split):
+            yield Record(fields=record.fields, place=record.place, part=part)
+    except (OSError, ValueError, RuntimeError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise DataError(
+            f"{part!r} is no file here, and as a data set of the hub it cannot be loaded "
+            f"({lines[0] if lines else type(error).__name__}). Look at the spelling "
+            "(owner/name/configuration:split); log in (`hf auth login`) if it is private or gated; "
+            "without a network, copy its files here and name them."
+        ) from error
 
 
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _files(path: str) -> list[Path]:
+def _suffix(path: Path) -> str:
+    """What kind of file it is, however it is compressed."""
+    name = path.name.lower()
+    packed = next((end for end in _COMPRESSED if name.endswith(end)), "")
+    return Path(name.removesuffix(packed)).suffix
+
+
+def _files(path: str) -> list[str]:
     place = Path(path).expanduser()
     if place.is_file():
         files = [place]
     elif place.is_dir():
-        files = sorted(f for f in place.rglob("*") if f.suffix.lower() in _READERS and f.is_file())
+        files = sorted(f for f in place.rglob("*") if _suffix(f) in _READERS and f.is_file())
     else:
         files = sorted(Path(place.anchor).glob(str(place.relative_to(place.anchor))))
         files = [file for file in files if file.is_file()]
     known = ", ".join(_READERS)
+    if not files and _HUB_NAME.fullmatch(path) and _suffix(place) not in _READERS:
+        return [path]
     if not files:
         raise ConfigurationError(
             f"data files: nothing is found at {path!r} (looked in {Path.cwd()}). Name a file, a "
-            f"folder or a pattern; known suffixes are {known}."
+            f"folder, a pattern or a data set of the hub (owner/name); known suffixes are {known}."
         )
     for file in files:
-        if file.suffix.lower() not in _READERS:
+        if _suffix(file) not in _READERS:
             raise ConfigurationError(
-                f"data files: {str(file)!r} has a suffix that is not known. Known are {known}."
+                f"data files: {str(file)!r} has a suffix that is not known. Known are {known}, "
+                "each with .gz as well."
             )
-    return files
+    return [str(file) for file in files]
 
 
-def _json_lines(path: Path) -> Iterator[Record]:
-    with path.open("rb") as file:
+def _open(path: Path, **options: Any) -> Any:
+    """A file, decompressed."""
+    return fsspec.open(str(path), compression="infer", **options)
+
+
+Fields = tuple[Mapping[str, Any], str]
+"""The fields of a record, and where it stands in its file."""
+
+
+def _json_lines(path: Path) -> Iterator[Fields]:
+    with _open(path, mode="rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                place = f"{path}, line {number}"
-                yield Record(fields=_json_object(line, place=place), place=place)
+                place = f", line {number}"
+                try:
+                    value = json.loads(line)
+                except ValueError as error:  # of JSON and of UTF-8
+                    shown = line[:60].decode(errors="replace").rstrip()
+                    raise DataError(
+                        f"{path}{place}: this is not JSON ({error}): {shown!r}. Each line of a "
+                        ".jsonl file is one JSON object; mend or remove this one."
+                    ) from error
+                yield _object(value, f"{path}{place}"), place
 
 
-def _json_object(line: bytes, *, place: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError as error:  # of JSON and of UTF-8
-        shown = line[:60].decode(errors="replace").rstrip()
-        raise DataError(
-            f"{place}: this is not JSON ({error}): {shown!r}. Each line of a .jsonl file is one "
-            "JSON object; mend or remove this one."
-        ) from error
+def _json(path: Path) -> Iterator[Fields]:
+    """A list of objects, an object with such a list, or objects one after another."""
+    with _open(path, mode="rt", encoding="utf-8-sig") as file:
+        text = file.read()
+    space, decoder = re.compile(r"[\s,]*"), json.JSONDecoder()
+
+    def after_space(at: int) -> int:
+        found = space.match(text, at)
+        return found.end() if found else at
+
+    at = after_space(0)
+    in_list = text[at : at + 1] == "["
+    begin = at = after_space(at + in_list)
+    line, seen = 1, 0
+    while at < len(text) and not (in_list and text[at] == "]"):
+        line, seen = line + text.count("\n", seen, at), at
+        place = f", line {line}"
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except ValueError as error:
+            raise DataError(f"{path}{place}: this is not JSON ({error}). Mend the file.") from error
+        at = after_space(at)
+        lists = [value.get(name) for name in _LISTS] if isinstance(value, dict) else []
+        inner = next((each for each in lists if isinstance(each, list)), None)
+        if in_list or inner is None or seen > begin or at < len(text):
+            yield _object(value, f"{path}{place}"), place
+        else:  # an object with the list in it
+            for number, item in enumerate(inner, start=1):
+                yield _object(item, f"{path}, item {number}"), f", item {number}"
+
+
+def _object(value: Any, place: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise DataError(
             f"{place}: this is {_kind(value)}, where a JSON object is needed, such as "
@@ -182,37 +303,43 @@ def _json_object(line: bytes, *, place: str) -> Mapping[str, Any]:
     return value
 
 
-def _comma_separated(path: Path) -> Iterator[Record]:
-    with path.open(newline="", encoding="utf-8") as file:
+def _comma_separated(path: Path) -> Iterator[Fields]:
+    csv.field_size_limit(2**31 - 1)  # a book in a field is no mistake
+    file: TextIO
+    with _open(path, mode="rt", newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         for fields in reader:
-            place = f"{path}, line {reader.line_num}"
+            place = f", line {reader.line_num}"
             if None in fields or None in fields.values():
                 raise DataError(
-                    f"{place}: this line has not as many fields as the first one, which names "
-                    f"{', '.join(map(repr, reader.fieldnames or ()))}. Quote fields that have a "
-                    "comma in them."
+                    f"{path}{place}: this line has not as many fields as the first one, which "
+                    f"names {', '.join(map(repr, reader.fieldnames or ()))}. Quote fields that "
+                    "have a comma in them."
                 )
-            yield Record(fields=fields, place=place)
+            yield fields, place
 
 
-def _parquet(path: Path) -> Iterator[Record]:
-    """Rows, read a group at a time and copied into no cache."""
-    source = DatasetRecords(path="parquet", options={"data_files": str(path), "streaming": True})
-    for index, record in enumerate(source.read("train")):
-        yield Record(fields=record.fields, place=f"{path}, row {index}")
+def _parquet(path: Path) -> Iterator[Fields]:
+    """Rows, read a group at a time."""
+    from pyarrow import ArrowException, parquet  # half a second
 
-
-def _whole_text(path: Path) -> Iterator[Record]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: this is not a text in UTF-8 ({error}).") from error
-    yield Record(fields={"text": text}, place=str(path))
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=1000)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for index, fields in enumerate(rows):
+            yield fields, f", row {index}"
+    except ArrowException as error:
+        raise DataError(f"{path}: this is no Parquet file ({error}).") from error
 
 
-_READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
+def _whole_text(path: Path) -> Iterator[Fields]:
+    with _open(path, mode="rt", encoding="utf-8") as file:
+        yield {"text": file.read()}, ""
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[Fields]]] = {
     ".jsonl": _json_lines,
+    ".json": _json,
     ".csv": _comma_separated,
     ".parquet": _parquet,
     ".txt": _whole_text,

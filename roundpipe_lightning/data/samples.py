@@ -128,6 +128,32 @@ def packed_rows(samples: Iterable[Sample], *, seq_len: int) -> list[Row]:
     return [packed_row(row) for row in bins]
 
 
+def first_rows(
+    samples: Sequence[Sample], *, num_rows: int, seq_len: int
+) -> tuple[list[list[Sample]], list[Sample]]:
+    """Fill rows with the first samples of a stream, each into the first row that has room.
+
+    Args:
+        samples: The samples in the order they are read.
+        num_rows: Rows of a batch.
+        seq_len: Tokens of a row at most; 0: one sample in each.
+
+    Returns:
+        The rows, once a sample fits into none of them, and the samples from that one on; before,
+        no row and all samples.
+    """
+    rows: list[list[Sample]] = [[] for _ in range(num_rows)]
+    free = [seq_len] * num_rows
+    for index, sample in enumerate(samples):
+        fitting = (n for n in range(num_rows) if not rows[n] or len(sample) <= free[n])
+        place = next(fitting, None)
+        if place is None:
+            return rows, list(samples[index:])
+        rows[place].append(sample)
+        free[place] -= len(sample)
+    return [], list(samples)
+
+
 def packed_row(samples: Sequence[Sample]) -> Row:
     """Samples side by side in one row, each with positions of its own."""
     return {

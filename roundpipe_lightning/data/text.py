@@ -18,7 +18,6 @@ class TextDataModule(FileDataModule):
     """Texts, laid end to end and cut into windows of equal length; every token is predicted.
 
     Args:
-        field: Field of a record that has the text.
         keep_apart: Whether no attention crosses from one text into another in the same window.
         **options: Those of `FileDataModule`: `files`, `tokenizer` (its end-of-text token ends every
             text), `seq_len`, `batch_size` (in windows) and others. No text is too long: a long one
@@ -28,15 +27,15 @@ class TextDataModule(FileDataModule):
         ConfigurationError: A setting is out of its range.
     """
 
+    kinds = ("text",)
+
     def __init__(
         self,
         *,
-        field: str = "text",
         keep_apart: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.field = field
         self.keep_apart = keep_apart
 
     @property
@@ -45,12 +44,22 @@ class TextDataModule(FileDataModule):
         return self.keep_apart
 
     @override
-    def encode(self, record: Record) -> Sample:
-        return text_sample(record.text(self.field), self.tokenizer, name=self.tokenizer_name)
+    def encode(self, record: Record) -> list[Sample]:
+        text = self.content(record).text
+        assert text is not None, "the kind of records that is read here"
+        return [text_sample(text, self.tokenizer, name=self.tokenizer_name)]
 
     @override
     def arrange(self, samples: Sequence[Sample]) -> Sequence[Row]:
         return list(cut_windows(samples, seq_len=self.seq_len, keep_apart=self.keep_apart))
+
+    @override
+    def take(self, samples: list[Sample]) -> tuple[Sequence[Row], list[Sample]]:
+        num_tokens = self.seq_len * self.batch_size
+        if sum(map(len, samples)) < num_tokens:
+            return [], samples
+        full, rest = split_pieces(samples, num_tokens)
+        return self.arrange(full), rest
 
     @override
     def collate(self) -> Padding:
@@ -97,3 +106,15 @@ def cut_windows(samples: Iterable[Sample], *, seq_len: int, keep_apart: bool) ->
                     ids = torch.cat([piece.input_ids for piece in pieces])
                     yield {"input_ids": ids, "labels": ids.clone()}
                 pieces, room = [], seq_len
+
+
+def split_pieces(pieces: Sequence[Sample], num_tokens: int) -> tuple[list[Sample], list[Sample]]:
+    """Cut pieces of text after a number of tokens, in the middle of one if need be."""
+    first: list[Sample] = []
+    for index, piece in enumerate(pieces):
+        room = num_tokens - sum(map(len, first))
+        if len(piece) > room:
+            head, tail = piece[:room], piece[room:]
+            return [*first, *([head] if room else [])], [tail, *pieces[index + 1 :]]
+        first.append(piece)
+    return first, []

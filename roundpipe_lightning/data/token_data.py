@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
-from roundpipe_lightning.data.records import Record, RecordFiles, RecordSource
-from roundpipe_lightning.data.samples import Padding, Row, Sample, TooLong
+from roundpipe_lightning.data.forms import Content, Forms
+from roundpipe_lightning.data.records import (
+    Record,
+    RecordFiles,
+    RecordSource,
+    is_in_share,
+    passes,
+)
+from roundpipe_lightning.data.samples import IGNORED, Padding, Row, Sample, TooLong
+from roundpipe_lightning.data.stream import RowStream, StreamLoader
 from roundpipe_lightning.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)
 
-Files = Sequence[str] | RecordSource
-"""Paths, folders and patterns, or an object that has records."""
+Files = Sequence[str] | Mapping[str, float] | RecordSource
+"""Paths, folders, patterns and hub names, with weights as a mapping; or an object with records."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +49,10 @@ class FileOptions:
         seed: Seed of the order of the training samples. Which samples are validated on does not
             depend on it.
         num_workers: Processes that prepare batches; 0: none.
+        fields: What the records call a field, by the name that it has in a known form.
+        streaming: Whether training samples are read and tokenised while training goes on. The
+            Trainer needs `max_steps` then, and `validation_files` must be given.
+        run_records: Records of a stream that are shuffled among each other.
 
     Raises:
         ConfigurationError: A figure is out of its range.
@@ -51,9 +66,13 @@ class FileOptions:
     pad_to_multiple_of: int = 8
     seed: int = 0
     num_workers: int = 0
+    fields: Mapping[str, str] = field(default_factory=dict)
+    streaming: bool = False
+    run_records: int = 10_000
 
     def __post_init__(self) -> None:
         least = {"seq_len": 2, "batch_size": 1, "pad_to_multiple_of": 1, "num_workers": 0}
+        least["run_records"] = 1
         for name, minimum in least.items():
             value = getattr(self, name)
             if value < minimum:
@@ -66,6 +85,11 @@ class FileOptions:
         if self.too_long not in known:
             raise ConfigurationError(
                 f"data.too_long={self.too_long!r} is not one of {', '.join(known)}."
+            )
+        if self.streaming and self.validation_files is None:
+            raise ConfigurationError(
+                "data.streaming=true reads the training samples as it goes and can set none aside: "
+                "name data.validation_files."
             )
 
     @property
@@ -153,8 +177,7 @@ class FileDataModule(TokenDataModule):
     The kinds of data differ in how a record becomes rows: see `encode` and `arrange`.
 
     Args:
-        files: The samples: paths of JSON lines, CSV, Parquet and text files, folders, patterns; or
-            an object that has records.
+        files: The samples: what `RecordFiles` takes, or an object that has records.
         tokenizer: Has its `name` and loads it: `roundpipe_lightning.modules.TokenizerSource`.
         options: The fields of `FileOptions`; `seq_len` and `batch_size` among them.
 
@@ -162,16 +185,25 @@ class FileDataModule(TokenDataModule):
         ConfigurationError: A setting is out of its range.
     """
 
+    kinds: ClassVar[Sequence[str]] = ()
+    """Kinds of records that are learned from, see `Forms`."""
+
     def __init__(self, *, files: Files, tokenizer: Any, **options: Any) -> None:
         super().__init__(FileOptions(**options))
+        if self.options.streaming and type(self).take is FileDataModule.take:
+            raise ConfigurationError(
+                "data.streaming=true is for data=chat and data=text. Leave it out."
+            )
+        self.forms = Forms(kinds=self.kinds, names=self.options.fields)
         self.files = as_source(files)
         self.tokenizer_source = tokenizer
         self.skipped: Counter[str] = Counter()
+        self.summary = ""
         self._tokenizer: Any = None
 
     @abstractmethod
-    def encode(self, record: Record) -> Any | None:
-        """Make a sample of a record; None leaves it out, and `skip` says why.
+    def encode(self, record: Record) -> Sequence[Any]:
+        """Make samples of a record; with none it is left out, and `skip` says why.
 
         Raises:
             DataError: The record cannot be used.
@@ -180,6 +212,21 @@ class FileDataModule(TokenDataModule):
     @abstractmethod
     def arrange(self, samples: Sequence[Any]) -> Sequence[Row]:
         """Make rows of samples."""
+
+    def take(self, samples: list[Sample]) -> tuple[Sequence[Row], list[Sample]]:
+        """Make the rows of a batch of the first samples of a stream, as soon as there are enough.
+
+        Args:
+            samples: What was read and is in no batch yet.
+
+        Returns:
+            The rows, none if there are not enough samples, and the samples that are left.
+        """
+        raise NotImplementedError
+
+    def content(self, record: Record) -> Content:
+        """What a record says; see `Forms.read`."""
+        return self.forms.read(record)
 
     @property
     def tokenizer(self) -> Any:
@@ -242,35 +289,77 @@ class FileDataModule(TokenDataModule):
         if self.train_rows is not None:
             return
         self.collate()  # a tokenizer that cannot pad is refused before anything is read
+        given = self.options.validation_files
+        if self.options.streaming:
+            self.files.parts()  # that they are there
+            validation = self.encode_all(as_source(given or ()))
+            self.train_rows, self.validation_rows = (), self.arrange(list(_all(validation)))
+            self._report("read while training goes on")
+            return
         train = self.encode_all(self.files)
-        if self.options.validation_files is None:
+        if given is None:
             train, validation = _split(train, share=self.options.validation_share)
         else:
-            validation = self.encode_all(as_source(self.options.validation_files))
-        rows = self.arrange(train)
+            validation = self.encode_all(as_source(given))
+        samples = [
+            sample
+            for part, share in passes(self.files)
+            for index, sample in enumerate(train.get(part, ()))
+            if is_in_share(index, share)
+        ]
+        rows = self.arrange(samples)
         if len(rows) < self.batch_size:
             raise ConfigurationError(
-                f"The {len(train)} training samples make {len(rows)} rows, less than one batch of "
-                f"data.batch_size={self.batch_size}. Give more samples or lower data.batch_size."
+                f"The {len(samples)} training samples make {len(rows)} rows, less than one batch "
+                f"of data.batch_size={self.batch_size}. Give more samples or lower data.batch_size."
             )
-        self.train_rows, self.validation_rows = rows, self.arrange(validation)
+        self.train_rows, self.validation_rows = rows, self.arrange(list(_all(validation)))
+        self._report(f"{len(samples):,} samples in {_summary(rows)}")
+
+    def _report(self, figures: str) -> None:
+        """Say which form the files have, of many files by example, and what is in them."""
+        named: dict[str, list[str]] = defaultdict(list)
+        for part, (form, _) in self.forms.found.items():
+            named[form.name].append(part)
+        few = {form: ", ".join(parts[:2]) for form, parts in named.items()}
+        forms = (
+            f"{few[form]}{f' and {len(parts) - 2} more' if len(parts) > 2 else ''} ({form})"
+            for form, parts in named.items()
+        )
+        self.summary = f"Data: {'; '.join(forms) or ', '.join(self.files.parts()[:2])}; {figures}."
+        rank_zero_info(self.summary)
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        if not self.options.streaming:
+            return super().train_dataloader()
+        reader = copy(self)
+        reader.trainer = None  # processes that prepare batches have a reader, and no Trainer
+        options = self.options
+        stream = RowStream(
+            source=self.files, reader=reader, run_records=options.run_records, seed=options.seed
+        )
+        return StreamLoader(stream, num_workers=options.num_workers)
 
     @override
     def collate(self) -> Callable[[list[Row]], Any]:
         return Padding(pad_token=self.pad_token_id, multiple_of=self.options.pad_to_multiple_of)
 
-    def encode_all(self, source: RecordSource) -> list[Any]:
-        """Samples of all records, those that are left out counted and logged.
+    def encode_all(self, source: RecordSource) -> dict[str, list[Any]]:
+        """Samples of all records by part, those that are left out counted and logged.
 
         Raises:
             DataError: A record cannot be read or used, or there is none that can.
         """
         self.skipped.clear()
-        records = (record for part in source.parts() for record in source.read(part))
-        samples = [sample for record in records if (sample := self.encode(record)) is not None]
+        samples = {
+            part: [sample for record in source.read(part) for sample in self.encode(record)]
+            for part in source.parts()
+        }
+        num_samples = sum(map(len, samples.values()))
         for reason, count in self.skipped.items():
-            log.warning("%d of %d samples left out: %s", count, len(samples) + count, reason)
-        if not samples:
+            log.warning("%d of %d samples left out: %s", count, num_samples + count, reason)
+        if not num_samples:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.skipped.items())
             raise DataError(
                 f"{', '.join(source.parts())}: there is no sample that can be used"
@@ -281,11 +370,27 @@ class FileDataModule(TokenDataModule):
 
 def as_source(files: Files) -> RecordSource:
     """The records of paths, or of what has records already."""
-    return files if not isinstance(files, Sequence) else RecordFiles(paths=files)
+    return RecordFiles(paths=files) if isinstance(files, (Sequence, Mapping)) else files
 
 
-def _split(samples: Sequence[Any], *, share: float) -> tuple[list[Any], list[Any]]:
+def _all(parts: Mapping[str, Sequence[Any]]) -> Iterator[Any]:
+    return chain.from_iterable(parts.values())
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    """How many tokens there are, and how many of them are learned."""
+    num_tokens = sum(row["input_ids"].numel() for row in rows)
+    learned = sum(int((row["labels"] != IGNORED).sum()) for row in rows)
+    figures = f"{len(rows):,} rows, {num_tokens:,} tokens"
+    has_targets = rows[0]["labels"].shape == rows[0]["input_ids"].shape
+    return f"{figures}, {learned / num_tokens:.0%} of them learned" if has_targets else figures
+
+
+def _split(
+    parts: Mapping[str, Sequence[Any]], *, share: float
+) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
     """Take a share of the samples out, always the same ones of the same number of samples."""
+    samples = [(part, sample) for part, inside in parts.items() for sample in inside]
     num_taken = max(1, round(len(samples) * share))
     if num_taken >= len(samples):
         raise ConfigurationError(
@@ -294,7 +399,8 @@ def _split(samples: Sequence[Any], *, share: float) -> tuple[list[Any], list[Any
         )
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
     taken = set(order[:num_taken])
-    parts: tuple[list[Any], list[Any]] = ([], [])
-    for index, sample in enumerate(samples):
-        parts[index in taken].append(sample)
-    return parts
+    split: tuple[dict[str, list[Any]], dict[str, list[Any]]]
+    split = (defaultdict(list), defaultdict(list))
+    for index, (part, sample) in enumerate(samples):
+        split[index in taken][part].append(sample)
+    return split

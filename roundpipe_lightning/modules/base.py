@@ -108,8 +108,12 @@ class TransformersModule(LightningModule):
         optimizer = self.optimizer_factory(trained)
         if self.scheduler is None:
             return optimizer
-        options = {}
+        options: dict[str, Any] = {}
         length = _default_of(self.scheduler, "num_training_steps")
+        warmup = _default_of(self.scheduler, "num_warmup_steps")
+        is_share = isinstance(warmup, float) and 0 < warmup < 1
+        if is_share and length == -1:  # a schedule without an end, whose beginning is a share
+            length = None
         if length in (None, inspect.Parameter.empty):
             num_steps = self.trainer.estimated_stepping_batches
             if math.isinf(num_steps):
@@ -118,7 +122,11 @@ class TransformersModule(LightningModule):
                     "schedule is unknown. Set scheduler.num_training_steps, trainer.max_steps or "
                     "trainer.max_epochs."
                 )
-            options["num_training_steps"] = length = int(num_steps)
+            length = int(num_steps)
+            if _default_of(self.scheduler, "num_training_steps") != -1:
+                options["num_training_steps"] = length
+        if is_share:
+            options["num_warmup_steps"] = math.ceil(warmup * length)
         schedule = self.scheduler(optimizer, **options)
         if length > 0 and isinstance(schedule, LambdaLR):
             schedule.lr_lambdas = [_held_after(rate, length) for rate in schedule.lr_lambdas]

@@ -58,6 +58,7 @@ class ModelSource:
         architecture: Every field of the transformers configuration, `model_type` among them. Used
             for random weights; published weights bring their own.
         architecture_of: The name on the hub whose architecture that is; None: nobody's.
+        revision: Branch, tag or commit of the weights on the hub; None: the newest.
         hub_name: Name on the Hugging Face hub (`"Qwen/Qwen3-0.6B"`) or a local folder written by
             `save_pretrained`, for pretrained weights.
         weights: `"random"`: drawn from the architecture's own initialisation, which needs no hub
@@ -89,6 +90,7 @@ class ModelSource:
     architecture: Mapping[str, Any]
     architecture_of: str | None = None
     hub_name: str | None = None
+    revision: str | None = None
     weights: str = "auto"
     seed: int = 0
     attention: str | None = None
@@ -133,23 +135,17 @@ class ModelSource:
         return self.weights == "pretrained"
 
     def load_config(self) -> PreTrainedConfig:
-        """The transformers configuration of the model.
+        """The transformers configuration of the model, for its sizes.
+
+        Where the architecture of the published weights is written out, nothing is read.
 
         Raises:
             ConfigurationError: The architecture's fields are not those of its `model_type`.
             ModelSourceError: Published weights were asked for and cannot be found.
         """
-        if self.is_pretrained:
-            assert self.hub_name is not None
-            with _explained(self.hub_name):
-                self._check_remote_code()
-                config = AutoConfig.from_pretrained(
-                    self.hub_name,
-                    trust_remote_code=self.trust_remote_code,
-                    **self._load_options.hub,
-                    **self.config_changes,
-                )
-                return cast(PreTrainedConfig, config)
+        is_written = self.hub_name == self.architecture_of and self.revision is None
+        if self.is_pretrained and not (is_written and self.architecture):
+            return self._published_config()
         fields = {**self.architecture, **self.config_changes}
         model_type = fields.pop("model_type", None)
         if model_type not in CONFIG_MAPPING:
@@ -163,6 +159,19 @@ class ModelSource:
             raise ConfigurationError(
                 f"model.architecture is not a valid {model_type!r} architecture: {error}"
             ) from error
+
+    def _published_config(self) -> PreTrainedConfig:
+        """The configuration that is published with the weights."""
+        assert self.hub_name is not None
+        with _explained(self.hub_name):
+            self._check_remote_code()
+            config = AutoConfig.from_pretrained(
+                self.hub_name,
+                trust_remote_code=self.trust_remote_code,
+                **self._load_options.hub,
+                **self.config_changes,
+            )
+            return cast(PreTrainedConfig, config)
 
     def check_weights(self) -> None:
         """Look whether there are published weights, if they are wanted, without reading any.
@@ -246,7 +255,10 @@ class ModelSource:
             mapped=self._is_mapped,
             frozen_bits=self.frozen_bits,
             trust_remote_code=self.trust_remote_code,
-            others=self.pretrained_options,
+            others={
+                **({} if self.revision is None else {"revision": self.revision}),
+                **self.pretrained_options,
+            },
         )
 
     def _load_pretrained(self) -> PreTrainedModel:
@@ -254,7 +266,7 @@ class ModelSource:
         options = self._load_options
         if options.mapped:
             check_can_map()
-        config = self.load_config()
+        config = self._published_config()
         with _explained(self.hub_name):
             return load_pretrained(
                 self.hub_name, config=config, options=options, auto_class=self.head.auto_class
@@ -286,6 +298,12 @@ def _explained(hub_name: str) -> Iterator[None]:
         lines = [line for line in str(error).splitlines() if line.strip()]
         cause = lines[0] if lines else type(error).__name__
         place = "the local folder" if Path(hub_name).is_dir() else "the Hugging Face hub"
+        if "gated repo" in str(error) or "401 Client" in str(error):
+            raise ModelSourceError(
+                f"{hub_name!r} is gated or private ({cause}). Ask for access on its page on the "
+                "hub, then log in (`hf auth login`) or set HF_TOKEN. A local folder with its files "
+                "does as well: model=path/to/folder."
+            ) from error
         raise ModelSourceError(
             f"{hub_name!r} cannot be loaded from {place} ({cause}). Ways out: set model.hub_name "
             "to a local folder that holds config.json and the safetensors files; or use "

@@ -34,11 +34,13 @@ class TokenizerSource:
     Attributes:
         name: Name on the Hugging Face hub or a local folder with `tokenizer.json`; None: one token
             for each byte, with a pad token and a chat template, which needs no file.
+        revision: Branch, tag or commit on the hub; None: the newest.
         chat_template: File with a Jinja template that takes the place of the tokenizer's own.
         pad_token: A token of the vocabulary to pad with, for tokenizers that have none.
     """
 
     name: str | None = None
+    revision: str | None = None
     chat_template: str | None = None
     pad_token: str | None = None
 
@@ -49,7 +51,9 @@ class TokenizerSource:
             ModelSourceError: It cannot be found, or is none.
             ConfigurationError: The template's file is missing or the pad token is unknown.
         """
-        tokenizer = byte_level_tokenizer() if self.name is None else _pretrained(self.name)
+        tokenizer = (
+            byte_level_tokenizer() if self.name is None else _pretrained(self.name, self.revision)
+        )
         if self.chat_template is not None:
             path = Path(self.chat_template).expanduser()
             if not path.is_file():
@@ -106,9 +110,10 @@ def byte_level_tokenizer(
     )
 
 
-def _pretrained(name: str) -> Any:
+def _pretrained(name: str, revision: str | None) -> Any:
+    at = {} if revision is None else {"revision": revision}
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, **at)
     except (OSError, ValueError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         place = "the local folder" if Path(name).is_dir() else "the Hugging Face hub"

@@ -13,8 +13,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+import roundpipe_commands as commands
 from roundpipe_lightning import Plan
 from roundpipe_lightning.cli import train
+from roundpipe_lightning.planning.model.hardware import config_folder
+from tests.kit.programs import run_program
 from tests.kit.runs import (
     REPOSITORY,
     RUN_FILES,
@@ -81,6 +84,41 @@ def test_what_the_command_line_gets_wrong_is_one_line(
     assert named in done.stderr
     assert done.stderr.count("\n") == 1
     assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("data=a.jsonl", ["data=chat", "data.files=['a.jsonl']"]),
+        ("data=my/chats", ["data=chat", "data.files=['my/chats']"]),
+        ("data={a.jsonl: 2, b.json: 0.5}", ["data=chat", "data.files={a.jsonl: 2, b.json: 0.5}"]),
+        (
+            "recipe=qwen3_8b/dpo data=it's.json",
+            ["recipe=qwen3_8b/dpo", r"data.files=['it\'s.json']"],
+        ),
+        ("experiment=dpo data=a.csv", ["experiment=dpo", "data.files=['a.csv']"]),
+        ("data=text model=tiny", ["data=text", "model=tiny"]),
+        ("model=Qwen/Qwen3-8B", ["model=qwen3_8b", "model.weights=pretrained"]),
+        ("model=me/mine", ["model=hub", "model.hub_name='me/mine'"]),
+        ("data=chats", ["data=chats"]),  # an error that lists what there is
+    ],
+)
+def test_files_and_models_are_named_by_themselves(given: str, meant: list[str]) -> None:
+    words = [given] if "{" in given else given.split()
+    assert commands.in_settings(words, config_folder()) == meant
+
+
+def test_data_is_shown(tmp_path: Path) -> None:
+    lines = [json.dumps({"instruction": "ask", "output": f"answer {n}"}) for n in range(9)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    done = run_program(commands.data, tmp_path, "data=a.jsonl", "data.seq_len=64")
+    assert "a.jsonl: Alpaca" in done.stdout
+    assert "[[a|n|s|w|e|r| |0|<|im_end|>]]" in done.stdout
+    assert "Data: a.jsonl (Alpaca); 8 samples in" in done.stdout
+    (tmp_path / "a.jsonl").write_text('{"ask": "x"}', encoding="utf-8")
+    done = run_program(commands.data, tmp_path, "data=a.jsonl")
+    assert done.returncode == 2
+    assert "Error: a.jsonl, line 1: the fields 'ask' are of no known form" in done.stderr
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

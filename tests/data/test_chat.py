@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from roundpipe_lightning.data import ChatDataModule
-from roundpipe_lightning.data.chat import ConversationEncoder, check_messages
+from roundpipe_lightning.data.chat import ConversationEncoder
+from roundpipe_lightning.data.forms import check_messages
 from roundpipe_lightning.errors import ConfigurationError, DataError
 from roundpipe_lightning.modules.tokenizer import TokenizerSource
 
@@ -65,7 +66,7 @@ def test_the_assistants_words_and_their_end_are_predicted(
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (COUNTING, r"^p: message 3 is the assistant's.*generation marks"),
+        (COUNTING, r"^p: message 3 \(assistant\) is learned.*generation marks"),
         ("{{ raise_exception('only the user may begin') }}", r"^p: .*only the user may begin"),
     ],
 )

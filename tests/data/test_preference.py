@@ -66,7 +66,10 @@ def test_both_texts_of_a_pair_are_in_one_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "?", "chosen": "yes"}, r"there is no field 'rejected'"),
+        (
+            {"prompt": "?", "chosen": "yes"},
+            r"The nearest is preference pairs.*data\.fields={rejected",
+        ),
         ({**GOOD, "rejected": "yes"}, r"chosen and the rejected answer are the same"),
         ({**GOOD, "chosen": ""}, r"message 1 \(assistant\) has no content"),
         ({**GOOD, "chosen": [user("x")]}, r"'chosen' does not end with an answer"),

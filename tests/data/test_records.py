@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -6,8 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from roundpipe_lightning.data import DatasetRecords, Record, RecordFiles
+from roundpipe_lightning.data import ChatDataModule, DatasetRecords, Record, RecordFiles
+from roundpipe_lightning.data.records import is_in_share, passes
 from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.modules import TokenizerSource
 
 UNUSUAL = 'line\u2028separator, "quotes" and ünïcode\n'
 
@@ -34,18 +37,51 @@ def read(*paths: Path) -> list[Record]:
             [{"text": "one, two", "label": "x"}, {"text": "three", "label": "y"}],
             3,
         ),
+        ("a.csv", "\ufefftext\na\n", [{"text": "a"}], 2),  # as Excel writes it
         ("a.txt", "a\nb\n", [{"text": "a\nb\n"}], None),
+        ("a.json", '[\n {"text": "a"},\n {"text":\n "b"}]', [{"text": "a"}, {"text": "b"}], 3),
+        ("a.json", '{"text": "a"}\n{"text": "b"}', [{"text": "a"}, {"text": "b"}], 2),
+        ("a.json", "[]", [], None),
+        ("a.jsonl.gz", '{"text": "a"}\n{"text": "b"}', [{"text": "a"}, {"text": "b"}], 2),
+        ("a.json.gz", '[{"text": "a"}]', [{"text": "a"}], 1),
     ],
 )
 def test_files_are_read(
     tmp_path: Path, name: str, content: str, fields: list[Any], last_place: int | None
 ) -> None:
     path = tmp_path / name
-    path.write_text(content, encoding="utf-8")
+    raw = content.encode()
+    path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     records = read(path)
     assert [record.fields for record in records] == fields
     line = "" if last_place is None else f", line {last_place}"
-    assert records[-1].place == f"{path}{line}"
+    assert [record.place for record in records[-1:]] == [f"{path}{line}"] * (records != [])
+    assert {record.part for record in records} <= {str(path)}
+
+
+def test_the_records_of_an_object_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": 1, "data": [{"text": "a"}, {"text": "b"}]}))
+    records = read(path)
+    assert [record.text("text") for record in records] == ["a", "b"]
+    assert records[-1].place == f"{path}, item 2"
+
+
+def test_weights_say_how_often_records_come(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        (tmp_path / name).write_text('{"text": "x"}\n' * 10)
+    a, b, c = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl"))
+    source = RecordFiles(paths={a: 2.5, b: 0.3, c: 1})
+    assert passes(source) == [(a, 1.0), (a, 1.0), (a, 0.5), (b, 0.3), (c, 1.0)]
+    assert [index for index in range(10) if is_in_share(index, 0.3)] == [3, 6, 9]
+    with pytest.raises(ConfigurationError, match=r"weight of .*a\.jsonl is 0\. It says how"):
+        RecordFiles(paths={a: 0})
+    options: Any = {"seq_len": 8, "batch_size": 1, "validation_files": [c]}
+    data = ChatDataModule(
+        files={a: 2.5, b: 0.3}, tokenizer=TokenizerSource(), packing=False, **options
+    )
+    data.setup()
+    assert len(data.train_rows) == 25 + 3
 
 
 def test_parquet_files_and_data_sets_are_read(
@@ -82,6 +118,10 @@ def test_folders_and_patterns_are_read_by_name(tmp_path: Path) -> None:
         ("a.jsonl", b'["x"]', r"line 1: this is a list, where a JSON object is needed"),
         ("a.jsonl", b'{"text": "\xff"}', r"a\.jsonl, line 1: this is not JSON"),
         ("a.txt", b"\xff", r"a\.txt: this is not a text in UTF-8"),
+        ("a.json", b'[{"a": 1},\n {"a": 2]', r"a\.json, line 2: this is not JSON .*Mend the file"),
+        ("a.json", b'[{"a": 1},\n 3]', r"a\.json, line 2: this is a value of type int"),
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz: this file cannot be read: Not a gzipped"),
+        ("a.parquet", b"PAR1PAR1", r"a\.parquet: this is no Parquet file"),
         ("a.csv", b"text,label\none,x,y", r"line 2: .*'text', 'label'.*Quote fields"),
         ("a.csv", b"text,label\none", r"line 2: .*'text', 'label'.*Quote fields"),
     ],
@@ -103,7 +143,8 @@ def test_fields_are_checked() -> None:
         record.text("label")
 
 
-def test_paths_are_checked(tmp_path: Path) -> None:
+def test_paths_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigurationError, match=r"nothing is found at .*none\.jsonl"):
         read(tmp_path / "none.jsonl")
     (tmp_path / "a.xml").touch()
@@ -111,5 +152,7 @@ def test_paths_are_checked(tmp_path: Path) -> None:
         read(tmp_path / "a.xml")
     with pytest.raises(ConfigurationError, match="there are none"):
         RecordFiles(paths=())
+    with pytest.raises(DataError, match=r"'nobody/nothing' is no file here, and .*hf auth login"):
+        list(RecordFiles(paths="nobody/nothing").read("nobody/nothing"))
     (tmp_path / "a.txt").touch()
     assert RecordFiles(paths=f"{tmp_path}/a.txt").parts() == (f"{tmp_path}/a.txt",)

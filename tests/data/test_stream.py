@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from roundpipe_lightning.data import TextStreamDataModule
+from roundpipe_lightning.data import ChatDataModule, TextDataModule
 from roundpipe_lightning.data.stream import StreamLoader
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, DataError
 from roundpipe_lightning.modules import TokenizerSource
@@ -26,11 +26,16 @@ def write(folder: Path, num_files: int = 3, num_texts: int = 20) -> list[str]:
     return paths
 
 
-def make(folder: Path, **options: Any) -> TextStreamDataModule:
+def make(folder: Path, *, chat: bool = False, **options: Any) -> Any:
     paths = write(folder)
     settings = {"seq_len": 8, "batch_size": 2, "run_records": 7, **options}
-    return TextStreamDataModule(
-        files=paths, validation_files=paths[:1], tokenizer=TokenizerSource(), **settings
+    kind = ChatDataModule if chat else TextDataModule
+    return kind(
+        files=paths,
+        validation_files=paths[:1],
+        tokenizer=TokenizerSource(),
+        streaming=True,
+        **settings,
     )
 
 
@@ -59,11 +64,19 @@ def test_every_text_is_read_once_in_an_order_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_used", [1, 4, 11, 20])
-@pytest.mark.parametrize("keep_apart", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep_apart": True},
+        {"keep_apart": False},
+        {"chat": True, "seq_len": 16},
+        {"chat": True, "packing": False, "seq_len": 16},
+    ],
+    ids=str,
+)
 def test_a_loop_goes_on_with_the_next_batch(
-    num_used: int, keep_apart: bool, tmp_path: Path
+    num_used: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    options = {"keep_apart": keep_apart}
     whole = loader(tmp_path, **options)
     expected = [*rows(whole), *rows(whole)]
     first = loader(tmp_path, **options)
@@ -132,6 +145,12 @@ def test_a_trainer_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"data\.run_records=0 must be at least 1"):
         make(tmp_path, run_records=0)
+    with pytest.raises(
+        ConfigurationError, match=r"data\.streaming=true .* name data\.validation_f"
+    ):
+        TextDataModule(
+            files="a", tokenizer=TokenizerSource(), seq_len=8, batch_size=1, streaming=True
+        )
     data = make(tmp_path)
     data.setup()
     with (tmp_path / "1.jsonl").open("a", encoding="utf-8") as file:

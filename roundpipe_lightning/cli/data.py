@@ -1,0 +1,80 @@
+"""`roundpipe-data`: what is in data files, and a sample as tokens with the learned part marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.text import Text
+
+from roundpipe_lightning.cli.objects import build, run_explained
+from roundpipe_lightning.data import FileDataModule
+from roundpipe_lightning.data.samples import IGNORED, Sample
+from roundpipe_lightning.errors import ConfigurationError
+
+
+def run(config: DictConfig) -> int | None:
+    """Show the data of a configuration, or return an exit status."""
+    return run_explained(show, config)
+
+
+def show(config: DictConfig) -> None:
+    """Print the form of each file, a sample of each form, and what the rows come to.
+
+    Raises:
+        ConfigurationError: The data is none of files.
+        DataError: A record cannot be read or used.
+    """
+    config.data.batch_size = 1  # however few samples there are
+    data = build(config.data)
+    if not isinstance(data, FileDataModule):
+        raise ConfigurationError(
+            "roundpipe-data shows data of files: name some, such as data=chats.jsonl."
+        )
+    console, shown = Console(soft_wrap=True, highlight=False), set()
+    for part in data.files.parts():
+        samples = (each for record in data.files.read(part) for each in data.encode(record))
+        first = next(samples, None)
+        form = data.forms.found[part][0].name if part in data.forms.found else "texts with a class"
+        console.print(f"{part}: {form}", markup=False)
+        if form not in shown and first is not None:
+            shown.add(form)
+            for sample in first if isinstance(first, tuple) else (first,):
+                if isinstance(sample, Sample):
+                    console.print(marked(sample, data.tokenizer, most=config.tokens))
+    data.setup()
+    console.print(data.summary, markup=False)
+
+
+def marked(sample: Sample, tokenizer: Any, *, most: int) -> Text:
+    """A sample as tokens between bars, learned runs of them in green and in `[[ ]]`."""
+    text = Text()
+    for is_learned, tokens in islice(_runs(sample), 1000):
+        if most <= 0:
+            break
+        words = "|".join(tokenizer.decode([token]) for token in tokens[:most]).replace(
+            "\n", "\\n\n"
+        )
+        text.append(f"[[{words}]]" if is_learned else words, "green" if is_learned else "")
+        most -= len(tokens)
+    text.append(
+        f"\n({len(sample)} tokens, {sample.num_targets} of them learned, in [[ ]]"
+        f"{', the first of them shown' if most < 0 else ''})"
+    )
+    return text
+
+
+def _runs(sample: Sample) -> Iterator[tuple[bool, list[int]]]:
+    """Runs of tokens that are learned, or are not."""
+    run: list[int] = []
+    was_learned = False
+    for token, label in zip(sample.input_ids.tolist(), sample.labels.tolist(), strict=True):
+        if (label != IGNORED) != was_learned and run:
+            yield was_learned, run
+            run = []
+        was_learned = label != IGNORED
+        run.append(token)
+    yield was_learned, run

@@ -1,0 +1,383 @@
+"""Forms of records: conversations, instructions, texts and pairs, recognised by their fields."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from roundpipe_lightning.data.records import Record
+from roundpipe_lightning.errors import ConfigurationError, DataError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that a message may have; whether a template knows all of them is the template's matter."""
+
+Message = Mapping[str, Any]
+
+_SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    **{role: role for role in ROLES},
+}
+"""Roles by what ShareGPT's `from` says."""
+
+_QUESTIONS = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("query", "response"),
+    ("input", "output"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a record says, whatever its form.
+
+    Attributes:
+        text: A text that is learned as it is; None: there are messages.
+        messages: A conversation; for pairs and judged answers what is before the answer.
+        answers: The chosen and the rejected answer as messages, or one that was judged.
+        desirable: Whether the one answer is wanted; None where nothing was judged.
+        tools: What the template is given as tools.
+    """
+
+    text: str | None = None
+    messages: Sequence[Message] = ()
+    answers: Sequence[Sequence[Message]] = ()
+    desirable: bool | None = None
+    tools: Any = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of records.
+
+    Attributes:
+        name: What it is called.
+        kind: `text`, `conversation`, `pair` or `judged`: what can be learned from it.
+        needs: Fields that it has.
+        read: Makes content of a record of this form.
+    """
+
+    name: str
+    kind: str
+    needs: tuple[str, ...]
+    read: Callable[[Record], Content]
+
+
+@dataclass(kw_only=True)
+class Forms:
+    """Recognises the form of records; all records of a file have the same.
+
+    Attributes:
+        kinds: Kinds of forms that are wanted.
+        names: The records' own name of a field by the name that it has in a form.
+
+    Raises:
+        ConfigurationError: A name is of no form.
+    """
+
+    kinds: Sequence[str]
+    names: Mapping[str, str] = field(default_factory=dict)
+    found: dict[str, tuple[Form, str]] = field(default_factory=dict)
+    """Form and place of the first record of each file."""
+
+    def __post_init__(self) -> None:
+        known = sorted({name for form in _FORMS for name in form.needs} | set(_BESIDE))
+        for name in self.names:
+            if name not in known:
+                raise ConfigurationError(
+                    f"data.fields.{name}: there is no such field. There are {', '.join(known)}."
+                )
+
+    def read(self, record: Record) -> Content:
+        """The content of a record.
+
+        Raises:
+            DataError: Its form is not known, not wanted, or not that of its file.
+        """
+        own = record.fields
+        fields = {**own, **{name: record.get(given) for name, given in self.names.items()}}
+        record = Record(fields=fields, place=record.place, part=record.part)
+        first, place = self.found.get(record.part, (None, ""))
+        form = self._recognise(record)
+        if first is None:
+            if form.kind not in self.kinds:
+                raise DataError(
+                    f"{record.place}: this is {form.name} ({', '.join(form.needs)}), "
+                    f"{_KINDS[form.kind]}; what is trained learns from "
+                    f"{' or '.join(_KINDS[kind].partition(':')[0] for kind in self.kinds)}."
+                )
+            self.found[record.part] = (form, record.place)
+        elif form is not first:
+            raise DataError(
+                f"{record.place}: this record is {form.name}, and the file began with "
+                f"{first.name} ({place}). Give records of different forms files of their own: "
+                "data.files takes several."
+            )
+        return form.read(record)
+
+    def _recognise(self, record: Record) -> Form:
+        there = {name for name, value in record.fields.items() if value is not None}
+        fitting = [form for form in _FORMS if there.issuperset(form.needs)]
+        wanted = [form for form in fitting if form.kind in self.kinds]
+        for form in (*wanted, *fitting):
+            if form.needs != ("conversations",) or _speaks(record) == form.name:
+                return form
+        usable = [form for form in _FORMS if form.kind in self.kinds]
+        nearest = max(usable, key=lambda form: _likeness(form.needs, there))
+        missing = [name for name in nearest.needs if name not in there]
+        given = ", ".join(map(repr, record.fields)) or "none"
+        changes = ", ".join(f"{name}: ..." for name in missing)
+        raise DataError(
+            f"{record.place}: the fields {given} are of no known form. The nearest is "
+            f"{nearest.name} ({', '.join(nearest.needs)}): rename the fields, or say which they "
+            f"are, data.fields={{{changes}}}."
+        )
+
+
+def check_messages(value: Any, *, place: str) -> Sequence[Message]:
+    """The messages of a conversation, contents of several text parts joined.
+
+    Raises:
+        DataError: It is no list of messages, is empty, or a message has no role that is known or
+            no content.
+    """
+    value = _from_json(value)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise DataError(
+            f"{place}: a conversation is a list of messages, and not an empty one, such as "
+            '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
+        )
+    return [_message(each, number, place) for number, each in enumerate(value, start=1)]
+
+
+def is_trained(message: Message) -> bool | None:
+    """Whether a message is learned by its own flag (`train`, `training`, `weight`); None: none."""
+    flag = next((message[name] for name in _FLAGS if name in message), None)
+    return None if flag is None else bool(flag)
+
+
+_FLAGS = ("train", "training", "weight")
+
+
+def _message(given: Any, number: int, place: str) -> Message:
+    if not isinstance(given, Mapping):
+        raise DataError(f"{place}: message {number} is no object with a role and a content.")
+    message = {str(name): value for name, value in given.items() if value is not None}
+    role = message.get("role")
+    if role not in ROLES:
+        raise DataError(
+            f"{place}: message {number} has the role {role!r}. Known roles are {', '.join(ROLES)}."
+        )
+    for name in _FLAGS:
+        if message.get(name, 0) not in (0, 1):
+            raise DataError(
+                f"{place}: message {number} has {name}={message[name]!r}. Use true or false, or 1 "
+                "or 0."
+            )
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        message["content"] = content = "".join(_part(part, number, place) for part in content)
+    if not message.get("tool_calls") and not (isinstance(content, str) and content.strip()):
+        raise DataError(
+            f"{place}: message {number} ({role}) has no content. Give it one or remove it."
+        )
+    return message
+
+
+def _part(part: Any, number: int, place: str) -> str:
+    """The text of one of OpenAI's content parts."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+        raise DataError(
+            f"{place}: message {number} has a part of type {kind!r}, and this model reads text "
+            "alone. Remove the part; examples/vision.py trains a model on images."
+        )
+    return str(part["text"])
+
+
+def _from_json(value: Any) -> Any:
+    """A list or an object that a column of a table holds as JSON."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+# --- the forms ------------------------------------------------------------------------------------
+
+
+def _speaks(record: Record) -> str:
+    """Whether the turns of `conversations` are ShareGPT's or have roles."""
+    turns = _from_json(record.fields["conversations"])
+    first = turns[0] if isinstance(turns, Sequence) and turns else None
+    return "ShareGPT" if isinstance(first, Mapping) and "from" in first else "messages"
+
+
+def _messages(name: str) -> Callable[[Record], Content]:
+    def read(record: Record) -> Content:
+        messages = check_messages(record.get(name), place=record.place)
+        return _conversation(record, messages)
+
+    return read
+
+
+def _share_gpt(record: Record) -> Content:
+    turns = _from_json(record.get("conversations"))
+    return _conversation(record, check_messages(_turns(turns, record), place=record.place))
+
+
+def _turns(turns: Any, record: Record) -> list[Message]:
+    """ShareGPT's turns as messages."""
+    messages: list[Message] = []
+    for number, turn in enumerate(turns, start=1):
+        speaker = turn.get("from") if isinstance(turn, Mapping) else None
+        if speaker not in _SPEAKERS:
+            raise DataError(
+                f"{record.place}: turn {number} is from {speaker!r}. Known are "
+                f"{', '.join(_SPEAKERS)}."
+            )
+        message = {"role": _SPEAKERS[speaker], "content": turn.get("value")}
+        call = _from_json(message["content"])
+        if speaker == "function_call" and isinstance(call, Mapping):
+            message = {"role": "assistant", "content": ""}
+            message["tool_calls"] = [{"type": "function", "function": call}]
+        messages.append({**message, **{name: turn[name] for name in _FLAGS if name in turn}})
+    return messages
+
+
+def _instruction(record: Record) -> list[Message]:
+    """What Alpaca's fields before the answer say."""
+    messages = []
+    for question, answer in _from_json(record.fields.get("history")) or ():
+        messages += [*_said("user", question), *_said("assistant", answer)]
+    asked = [record.get("instruction"), record.fields.get("input")]
+    return [*messages, *_said("user", "\n\n".join(str(text) for text in asked if text))]
+
+
+def _alpaca(record: Record) -> Content:
+    messages = [*_instruction(record), *_said("assistant", record.get("output"))]
+    return _conversation(record, check_messages(messages, place=record.place))
+
+
+def _question(prompt: str, answer: str) -> Callable[[Record], Content]:
+    def read(record: Record) -> Content:
+        asked, said = (_said("user", record.get(prompt)), _said("assistant", record.get(answer)))
+        return _conversation(record, check_messages([*asked, *said], place=record.place))
+
+    return read
+
+
+def _judged(record: Record) -> Content:
+    """KTO's: an answer and whether it is wanted."""
+    label = record.get("label")
+    words = {"true": True, "false": False, "1": True, "0": False}
+    wanted = words.get(str(label).strip().lower())
+    if wanted is None:
+        raise DataError(
+            f"{record.place}: the label {label!r} says neither true (a wanted answer) nor false."
+        )
+    answer = check_messages(_said("assistant", record.get("completion")), place=record.place)
+    before = _before(record)
+    return Content(messages=before, answers=(answer,), desirable=wanted)
+
+
+def _pair(record: Record) -> Content:
+    answers = []
+    for name in ("chosen", "rejected"):
+        said = _said("assistant", record.get(name))
+        answers.append(check_messages(said, place=record.place))
+    return Content(messages=_before(record), answers=answers)
+
+
+def _before(record: Record) -> Sequence[Message]:
+    """What is before the answers of a pair."""
+    fields = record.fields
+    if fields.get("conversations") is not None:
+        before: Any = _said("user", fields["conversations"])
+    elif fields.get("instruction") is not None:
+        before = _instruction(record)
+    else:
+        names = ("prompt", "question", "input")
+        asked = next((fields[name] for name in names if fields.get(name) is not None), None)
+        before = None if asked is None else _said("user", asked)
+    if before is None:
+        return ()
+    messages = check_messages(before, place=record.place)
+    return _conversation(record, messages).messages
+
+
+def _said(role: str, value: Any) -> list[Any]:
+    """Messages, turns or a text as messages."""
+    value = _from_json(value)
+    if isinstance(value, Mapping):
+        value = [value]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        first = value[0] if value else None
+        if isinstance(first, Mapping) and "from" in first:
+            return _turns(value, Record(fields={}, place="a turn"))
+        return list(value)
+    return [{"role": role, "content": value}]
+
+
+def _conversation(record: Record, messages: Sequence[Message]) -> Content:
+    """A conversation with what stands beside it."""
+    system = record.fields.get("system") or record.fields.get("system_prompt")
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return Content(messages=messages, tools=_from_json(record.fields.get("tools")) or None)
+
+
+def _text(record: Record) -> Content:
+    return Content(text=record.text("text"))
+
+
+_KINDS = {
+    "pair": "pairs of answers: module=preference data=preference learns from them (recipe=.../dpo)",
+    "judged": "judged answers: module=kto data=judged learns from them",
+    "conversation": "conversations: module=causal_lm data=chat learns from them",
+    "text": "texts: module=causal_lm data=chat or data=text learns from them",
+}
+"""What each kind is, and what learns from it, by name."""
+
+_FORMS: Iterable[Form] = (
+    Form("preference pairs", "pair", ("chosen", "rejected"), _pair),
+    Form("judged answers", "judged", ("prompt", "completion", "label"), _judged),
+    Form("messages", "conversation", ("messages",), _messages("messages")),
+    Form("ShareGPT", "conversation", ("conversations",), _share_gpt),
+    Form("messages", "conversation", ("conversations",), _messages("conversations")),
+    Form("messages", "conversation", ("conversation",), _messages("conversation")),
+    Form("Alpaca", "conversation", ("instruction", "output"), _alpaca),
+    *(
+        Form(f"{ask}/{answer}", "conversation", (ask, answer), _question(ask, answer))
+        for ask, answer in _QUESTIONS
+    ),
+    Form("texts", "text", ("text",), _text),
+)
+"""All forms; of several that fit the first one is taken, a wanted one before the others."""
+
+_BESIDE = ("system", "tools", "history", "input", "prompt", "instruction")
+"""Fields that some forms may have besides."""
+
+
+def _likeness(needs: Sequence[str], there: Iterable[str]) -> float:
+    """How much like the fields of a form the fields of a record are, 0 to 1."""
+    best = (
+        max((difflib.SequenceMatcher(None, need, name).ratio() for name in there), default=0.0)
+        for need in needs
+    )
+    return sum(best) / len(needs)
