@@ -147,7 +147,7 @@ def finetune(  # noqa: PLR0913 - all but two are keyword-only, each a setting of
     elif isinstance(model, nn.Module):
         settings["data.tokenizer.name"] = getattr(model, "name_or_path", None) or _no_tokenizer()
     words = [
-        f"model={chosen or 'tiny'}",
+        f"model={chosen or 'hub'}",
         f"peft={'none' if method == 'full' else method}",
         *_OBJECTIVES[objective].split(),
         "callbacks=export",
