@@ -248,7 +248,8 @@ def _data_settings(value: str, given: dict[str, str], folder: Path) -> list[str]
     if "recipe" in given:
         return [f"data.files={files}"]
     module = given.get("module", "causal_lm")
-    kind = "chat" if module == "causal_lm" else module
+    kinds = {"causal_lm": "chat", "orpo": "preference", "reward": "preference"}
+    kind = kinds.get(module, module)
     return [f"data={kind}", f"data.files={files}"]
 
 
