@@ -133,7 +133,6 @@ class RewardModule(PairModule):
 
     Args:
         source: It may be a causal language model's, whose head is left out.
-        options: The other arguments of `TransformersModule`.
     """
 
     task = "SEQ_CLS"
