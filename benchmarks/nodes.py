@@ -160,7 +160,9 @@ def train(rank: int, num: int, folder: Path, links: Links, steps: int) -> list[T
     module = Regressor("adamw", num_blocks=3, dropout=0.1)
     trainer = make_trainer(
         folder / f"host{rank}",
-        strategy=RoundPipeStrategy(timeout_seconds=60),
+        strategy=RoundPipeStrategy(
+            num_microbatches=GLOBAL_BATCH // num, microbatching="step", timeout_seconds=60
+        ),
         num_nodes=num,
         max_steps=steps,
         max_epochs=-1,
