@@ -348,7 +348,7 @@ def _text(record: Record) -> Content:
 
 _KINDS = {
     "pair": "pairs of answers: module=preference data=preference learns from them (recipe=.../dpo)",
-    "judged": "judged answers: module=kto data=judged learns from them",
+    "judged": "judged answers: nothing learns from them yet; make pairs (chosen, rejected) of them",
     "conversation": "conversations: module=causal_lm data=chat learns from them",
     "text": "texts: module=causal_lm data=chat or data=text learns from them",
 }
