@@ -24,7 +24,7 @@ from roundpipe_lightning.planning.cost.predict import StepPrediction
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.storage import ParameterStorage
-from roundpipe_lightning.planning.model.work import WorkProfile
+from roundpipe_lightning.planning.model.work import BlockWork, WorkProfile
 
 _LINK_SHARE = 0.9
 """Share of a link's rate that is reached; the rest is headers and pauses between chunks."""
@@ -42,6 +42,14 @@ def split_samples(count: int, shares: Sequence[float]) -> list[int]:
     for host in sorted(range(len(shares)), key=lambda h: int(exact[h]) - exact[h])[:left]:
         sizes[host] += 1
     return sizes
+
+
+def _new_bytes(parts: Sequence[BlockWork], more: float) -> float:
+    return sum(
+        part.num_trainable * (part.parameter_bytes / part.num_parameters + more)
+        for part in parts
+        if part.num_trainable
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +78,7 @@ class Exchange:
         hardware: HardwareSpec,
         steps_at_end: bool,
     ) -> Exchange:
-        """Describe a training's: gradients as they are summed up, new values as masters are.
+        """Describe a training's.
 
         Args:
             work: The model.
@@ -78,15 +86,16 @@ class Exchange:
             hardware: A host.
             steps_at_end: As of the class.
         """
-        away = work.num_trainable * (hardware.num_nodes - 1) / hardware.num_nodes
-        parts = [part for part in work.segments if part.num_trainable]
-        count = sum(part.num_trainable for part in parts)
-        uploaded = sum(p.num_trainable * p.parameter_bytes / p.num_parameters for p in parts)
+        away = (hardware.num_nodes - 1) / hardware.num_nodes
+        # Blocks get the copies that are uploaded; others their masters, twice as wide.
+        blocks = _new_bytes(work.blocks, 0.0)
+        others = _new_bytes((work.head, work.tail), storage.master_bytes / 2)
+        num_others = work.num_trainable - sum(block.num_trainable for block in work.blocks)
+        counted = work.head.num_trainable + work.tail.num_trainable  # tied ones twice
         return cls(
             hardware=hardware,
-            gradient_bytes=away * storage.gradient_bytes,
-            # A master in four bytes travels, where its copy in two is uploaded.
-            weight_bytes=away * (uploaded / max(count, 1) + storage.master_bytes / 2),
+            gradient_bytes=away * work.num_trainable * storage.gradient_bytes,
+            weight_bytes=away * (blocks + others * num_others / max(counted, 1)),
             steps_at_end=steps_at_end,
         )
 
