@@ -36,6 +36,8 @@ EXIT_INTERRUPTED = 130
 _CHOICES = ("recipe", "experiment")
 """Groups whose files choose in other groups."""
 
+_MODULES = {"plan": "plan.command", "export": "checkpoints.export"}
+
 _HELP = {
     "train": """\
 roundpipe-train, or python train.py: trains a model that may be larger than the devices,
@@ -108,7 +110,8 @@ def _launch(name: str) -> None:
                 "status": EXIT_ERROR,
             }
         )
-        result = importlib.import_module(f"roundpipe_lightning.cli.{name}").run(config)
+        module = _MODULES.get(name, name)
+        result = importlib.import_module(f"roundpipe_lightning.cli.{module}").run(config)
         jobs[-1]["status"] = result if isinstance(result, int) else 0
         return None if isinstance(result, int) else result
 

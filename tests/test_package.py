@@ -90,7 +90,7 @@ def imported(*names):
 import_all("roundpipe_lightning")
 early = imported("hydra", "omegaconf", "numba")
 import hydra, omegaconf
-import_all("roundpipe_lightning.cli.train", "roundpipe_lightning.cli.plan")
+import_all("roundpipe_lightning.cli.train", "roundpipe_lightning.cli.plan.command")
 early += imported("peft", "bitsandbytes", "datasets", "numba")
 import peft
 after = import_all(*sys.argv[1:])

@@ -22,7 +22,7 @@ from roundpipe_lightning.cli.callbacks import (
 )
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.objects import build, build_each
-from roundpipe_lightning.cli.plan_answer import check_memory
+from roundpipe_lightning.cli.plan.answer import check_memory
 from roundpipe_lightning.data import ClassificationDataModule, PreferenceDataModule
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, HardwareError
 from roundpipe_lightning.modules import PairModule, SequenceClassificationModule

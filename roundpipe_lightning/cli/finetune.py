@@ -20,7 +20,7 @@ from torch import nn
 
 from roundpipe_commands import explain, name_machines
 from roundpipe_lightning.callbacks import PlanReport
-from roundpipe_lightning.cli.model_card import write_card
+from roundpipe_lightning.cli.checkpoints.model_card import write_card
 from roundpipe_lightning.cli.summary import summary_rows, trained_row
 from roundpipe_lightning.cli.train import run_training
 from roundpipe_lightning.errors import ConfigurationError

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from roundpipe_lightning import RoundPipeStrategy
-from roundpipe_lightning.cli.chat import main
+from roundpipe_lightning.cli.checkpoints.chat import main
 from roundpipe_lightning.models.export import ExportOptions, export_pretrained
 from roundpipe_lightning.modules import Adapters, ModelSource, byte_level_tokenizer
 from roundpipe_lightning.modules.chat import ChatModule

@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 from roundpipe_lightning.cli.build import build_run
-from roundpipe_lightning.cli.export import export
+from roundpipe_lightning.cli.checkpoints.export import export
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.errors import ConfigurationError, DataError
 from roundpipe_lightning.planning.model.hardware import config_folder

@@ -8,7 +8,7 @@ import pytest
 import roundpipe_commands
 from roundpipe_lightning import Plan
 from roundpipe_lightning.cli.job import Job
-from roundpipe_lightning.cli.plan_answer import cheapest_changes
+from roundpipe_lightning.cli.plan.answer import cheapest_changes
 from roundpipe_lightning.modules import ModelSource
 from roundpipe_lightning.modules.meta_model import MetaModel
 from tests.kit.architectures import TINY
@@ -65,7 +65,7 @@ def test_a_plan_honours_what_training_honours(
 def test_a_training_without_room_is_refused_before_it_takes_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roundpipe_lightning.cli.plan_answer.free_host_bytes", lambda: 500_000)
+    monkeypatch.setattr("roundpipe_lightning.cli.plan.answer.free_host_bytes", lambda: 500_000)
     monkeypatch.setattr(ModelSource, "_load_pretrained", None)
     done = run_here(tmp_path, "optimizer.lr=1e-5", status=3)
     assert "of host memory are missing" in done.stderr

@@ -14,7 +14,7 @@ from roundpipe_lightning.checkpoint.io import (
     RoundPipeCheckpointIO,
     merge_checkpoint,
 )
-from roundpipe_lightning.cli.merge import main
+from roundpipe_lightning.cli.checkpoints.merge import main
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.resumption import RESUME_QUIET, plain

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from roundpipe_lightning.checkpoint.compatibility import check_versions, left_out, load_state
 from roundpipe_lightning.checkpoint.io import read_checkpoint
 from roundpipe_lightning.cli.build import find_checkpoint, run_folder
-from roundpipe_lightning.cli.model_card import write_card
+from roundpipe_lightning.cli.checkpoints.model_card import write_card
 from roundpipe_lightning.cli.objects import build, read_adapters, run_explained
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.export import (

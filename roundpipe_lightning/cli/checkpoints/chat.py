@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from roundpipe_commands import EXIT_BAD_INPUT
 from roundpipe_lightning.checkpoint.folder import is_checkpoint_folder
 from roundpipe_lightning.cli.build import find_checkpoint, run_folder
-from roundpipe_lightning.cli.export import trained_module
+from roundpipe_lightning.cli.checkpoints.export import trained_module
 from roundpipe_lightning.errors import ModelSourceError, RoundPipeError
 from roundpipe_lightning.models.export import find_pretrained
 from roundpipe_lightning.models.load_module import draw_buffers

@@ -13,8 +13,8 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from roundpipe_lightning.cli.job import Job
-from roundpipe_lightning.cli.plan_answer import Change, change_text
-from roundpipe_lightning.cli.plan_nodes import HostPlan, hidden_text, scaling_lines
+from roundpipe_lightning.cli.plan.answer import Change, change_text
+from roundpipe_lightning.cli.plan.nodes import HostPlan, hidden_text, scaling_lines
 from roundpipe_lightning.planning.cost.device_memory import MemoryNeed
 from roundpipe_lightning.planning.report.description import (
     PlanDescription,

@@ -1,0 +1,1 @@
+"""The commands on what a training left: export, merge, chat."""

@@ -1,0 +1,1 @@
+"""The plan that `roundpipe-plan` prints."""
