@@ -29,6 +29,17 @@ DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.float32, "bf16-true": to
 """Dtype in which trained parameters are stored, for every precision."""
 
 
+def architecture_of(name: str) -> dict[str, Any]:
+    """Read a shipped model's configuration and those it builds on, without Hydra."""
+    path = MODELS / f"{name}.yaml"
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    fields: dict[str, Any] = {}
+    for base in content.get("defaults", ()):
+        if base != "_self_":
+            fields |= architecture_of(str((path.parent / base.split("@")[0]).relative_to(MODELS)))
+    return fields | (content.get("architecture") or {})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A training: the model, the data and the machine.
@@ -76,8 +87,7 @@ class Task:
 
     def config(self) -> dict[str, Any]:
         """Fields of the transformers configuration."""
-        text = (MODELS / f"{self.model}.yaml").read_text(encoding="utf-8")
-        fields: dict[str, Any] = dict(yaml.safe_load(text)["architecture"])
+        fields = architecture_of(self.model)
         if self.num_blocks is not None:
             fields[BLOCK_COUNT] = self.num_blocks
             fields.pop("layer_types", None)

@@ -121,7 +121,7 @@ def read_adapters(config: DictConfig | Mapping[str, Any]) -> Adapters | None:
 
 
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_LEAST_SIZE = 2**20  # less is a number whose unit was forgotten
+_LEAST_BYTES = 2**18  # less without a unit is a number whose unit was forgotten
 _SIZES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -161,6 +161,6 @@ def size_of(name: str, value: object) -> int | None:
         return None
     found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(value))
     unit = None if found is None else _SIZES.get(found[2].upper())
-    if found is None or unit is None or float(found[1]) * unit < _LEAST_SIZE:
+    if found is None or unit is None or (unit == 1 and float(found[1]) < _LEAST_BYTES):
         raise HardwareError(f"{name}={value}: give a size with its unit, such as {name}=600GiB.")
     return int(float(found[1]) * unit)

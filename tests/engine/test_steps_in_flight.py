@@ -278,13 +278,13 @@ def test_an_error_before_the_next_batch_is_known_ends_that_too(
         assert may_fail.wait(TIMEOUT_SECONDS)
         raise ValueError("backward has failed")
 
-    def report(turns: Turns) -> str:
+    def progress(turns: Turns) -> str:
         raise AssertionError("the watchdog has ended the step")
 
     with opened(module, plan, emulated=emulated) as engine:
         wanted = begin(engine, 0).result()
         monkeypatch.setattr(StepsInFlight, "begin", begun)
-        monkeypatch.setattr(Turns, "report", report)
+        monkeypatch.setattr(Turns, "progress", progress)
         let_first_block(module, fail)
         first = begin(engine, 1)
         first.outputs()

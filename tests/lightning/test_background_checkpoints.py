@@ -231,9 +231,9 @@ def test_blocks_are_not_stepped_early_while_they_are_written(
     begun: list[int] = []
     begin = Updater.begin
 
-    def counted(updater: Updater, optimizer: torch.optim.Optimizer) -> None:
+    def counted(updater: Updater, optimizer: torch.optim.Optimizer, **options: Any) -> None:
         begun.append(module.trainer.global_step)
-        begin(updater, optimizer)
+        begin(updater, optimizer, **options)
 
     monkeypatch.setattr(Updater, "begin", counted)
     saved: dict[str, Any] = {}

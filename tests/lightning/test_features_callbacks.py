@@ -237,6 +237,7 @@ def test_predictions_are_written_whole_and_in_order(tmp_path: Path) -> None:
     assert [part[1] for part in one.result[:-1]] == rows
 
 
+@pytest.mark.filterwarnings("ignore:Block 'layers.1' runs on the whole batch")
 @pytest.mark.parametrize("where", ["head", "layers.1.inner"])
 def test_pruning(tmp_path: Path, where: str) -> None:
     """Pruning puts a mask before a parameter, which is another one then."""

@@ -5,7 +5,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import yaml
 
 from benchmarks.published_schedules import (
     bound_partition,
@@ -14,6 +13,7 @@ from benchmarks.published_schedules import (
     looped_bfs_schedule,
     one_f_one_b_schedule,
 )
+from benchmarks.throughput_systems import architecture_of
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.schedule.schedule import Schedule, validate_schedule
 
@@ -149,6 +149,5 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters(sizes: ModuleType, name: str) -> None:
-    path = ROOT / "conf" / "model" / f"{name}.yaml"
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))["architecture"]
+    config = architecture_of(name)
     assert sizes.Architecture.from_config(config).num_parameters == PARAMETERS[name]

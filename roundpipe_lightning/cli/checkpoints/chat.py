@@ -7,7 +7,8 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max_new_tokens=options.max_new_tokens,
             **(sampled if options.temperature > 0 else {"do_sample": False}),
         )
-        _quieten()
-        trainer = Trainer(
-            strategy=RoundPipeStrategy(),
-            devices=1,
-            precision=_PRECISIONS.get(str(model.dtype).removeprefix("torch."), "32-true"),
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-        )
-        trainer.predict(module, module.questions(_ask), return_predictions=False)
+        with _quiet():
+            trainer = Trainer(
+                strategy=RoundPipeStrategy(),
+                devices=1,
+                precision=_PRECISIONS.get(str(model.dtype).removeprefix("torch."), "32-true"),
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+            )
+            trainer.predict(module, module.questions(_ask), return_predictions=False)
     except RoundPipeError as error:
         sys.stderr.write(f"Error: {error}\n")
         return EXIT_BAD_INPUT
@@ -126,11 +127,23 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _quieten() -> None:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Keep what Lightning says of devices and loaders out of the conversation."""
-    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="lightning")
+    loggers = [
+        logging.getLogger(name)
+        for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="lightning")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 if __name__ == "__main__":
