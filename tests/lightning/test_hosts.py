@@ -33,6 +33,7 @@ from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.hosts import run_on_hosts
 from tests.kit.training import (
     QUIET,
+    WIDTH,
     Block,
     LanguageModel,
     PaddedSequences,
@@ -52,7 +53,8 @@ class Case:
     """A training.
 
     Attributes:
-        optimizer: As of the modules; `"muon"` needs whole matrices.
+        optimizer: As of the modules; `"muon"` needs whole matrices, `"adamw, at times"` has
+            matrices without gradients in most steps.
         padded: Whether samples have different numbers of targets.
         dropout: Inside the blocks.
         flags: Of the Trainer.
@@ -93,6 +95,29 @@ class WithMuon(Regressor):
         return torch.optim.Muon(matrices, lr=0.02)
 
 
+class AtTimes(Block):
+    """Has a matrix that most steps do not use: an expert that gets no token, say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.also = nn.Linear(WIDTH, WIDTH)
+        self.uses_it = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + self.also(x) if self.uses_it else y
+
+
+class UsedAtTimes(Regressor):
+    def __init__(self, _: str, *, num_blocks: int, dropout: float) -> None:
+        super().__init__("adamw", dropout=dropout)
+        self.layers = nn.ModuleList(AtTimes() for _ in range(num_blocks))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for layer in self.layers:
+            layer.uses_it = batch_idx in (0, 2)  # of four
+
+
 class RecordSizes(Callback):
     """Samples of every batch of this host."""
 
@@ -112,8 +137,8 @@ def train(rank: int, num: int, folder: Path, case: Case) -> dict[str, Any]:
         module = LanguageModel(case.optimizer)
         data = DataLoader(PaddedSequences(num_samples), batch_size=size, shuffle=True)
     else:
-        kind = WithMuon if case.optimizer == "muon" else Regressor
-        module = kind(case.optimizer, num_blocks=3, dropout=case.dropout)
+        kinds = {"muon": WithMuon, "adamw, at times": UsedAtTimes}
+        module = kinds.get(case.optimizer, Regressor)(case.optimizer, num_blocks=3, dropout=case.dropout)
         data = regression_data(num_samples, batch_size=size, shuffle=True)
         validation = regression_data(30, batch_size=size)
     options, flags = dict(case.options), {"max_epochs": 2, **case.flags}
@@ -177,6 +202,13 @@ CASES = {
         num_microbatches=6,
         kind=EmulatedStrategy,
         tolerance=2e-3,  # 1/6 and 1/3 of 1/2 are rounded differently in 16 bits
+    ),
+    "uploaded in 16 bits, used at times": Case(
+        "adamw, at times",
+        flags={"precision": "bf16-mixed"},
+        options={"upload_dtype": "bf16", "microbatching": "blocks", "num_microbatches": 2},
+        kind=EmulatedStrategy,
+        tolerance=2e-3,
     ),
 }
 

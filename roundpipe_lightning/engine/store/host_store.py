@@ -242,7 +242,8 @@ class HostStore:
             came = {p for p in parameters if p in copies}
             self.in_part |= came
             self.copies.note({p: p for p in came})
-            self.copies.cast({p: p for p in parameters if p not in came})
+            # Of others, which this step had no gradients of, the copies may be newer than they are.
+            self.copies.cast({p: p for p in parameters if p not in self.in_part})
 
     def rewrite(self, parameter: nn.Parameter, values: Tensor) -> bool:
         """Write values into a parameter while a step runs, for all that is uploaded from now on.
