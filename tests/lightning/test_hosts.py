@@ -138,7 +138,8 @@ def train(rank: int, num: int, folder: Path, case: Case) -> dict[str, Any]:
         data = DataLoader(PaddedSequences(num_samples), batch_size=size, shuffle=True)
     else:
         kinds = {"muon": WithMuon, "adamw, at times": UsedAtTimes}
-        module = kinds.get(case.optimizer, Regressor)(case.optimizer, num_blocks=3, dropout=case.dropout)
+        kind = kinds.get(case.optimizer, Regressor)
+        module = kind(case.optimizer, num_blocks=3, dropout=case.dropout)
         data = regression_data(num_samples, batch_size=size, shuffle=True)
         validation = regression_data(30, batch_size=size)
     options, flags = dict(case.options), {"max_epochs": 2, **case.flags}

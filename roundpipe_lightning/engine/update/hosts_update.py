@@ -52,7 +52,8 @@ class NormClip:
         self._factor = 1.0
 
     def set_norm(self, norm: float) -> None:
-        self._factor = min(1.0, self._limit / (norm + _SMALL))
+        # In this order: what is no number stays none.
+        self._factor = min(self._limit / (norm + _SMALL), 1.0)
 
     def __call__(self, gradient: Tensor) -> Tensor:
         return gradient.mul_(self._factor)
@@ -119,8 +120,9 @@ class JointStep:
     def take(self, number: int) -> Given:
         """Wait for a unit's gradients, and let go of them; called once."""
         gradients, is_weighed = self._given[number].result()
-        self._given[number] = Future()
-        self._given[number].set_result(({}, True))
+        nothing = Future[tuple[Mapping[Tensor, Tensor], bool]]()
+        nothing.set_result(({}, True))
+        self._given[number] = nothing  # `is_given` all the time, to who asks in another thread
         share = 1.0 if is_weighed else self._share.result()
         return Given(gradients=gradients if share else {}, share=share, read_whole=self._read_whole)
 

@@ -441,9 +441,9 @@ class Updater:
         self.close()
 
     def _in_order(self, parameters: Iterable[Tensor]) -> list[UpdateUnit]:
-        chosen = set(parameters)
+        chosen = dict.fromkeys(parameters)  # a set has another order on every host
         foreign = tuple(p for p in chosen if p not in self._unit_of)
-        units = [unit for unit in self._units if not chosen.isdisjoint(unit.parameters)]
+        units = [u for u in self._units if not chosen.keys().isdisjoint(u.parameters)]
         if foreign:
             name = "parameters that are not the module's"
             units.append(UpdateUnit(name=name, parameters=foreign))  # type: ignore[arg-type]
