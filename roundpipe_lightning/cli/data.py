@@ -42,8 +42,11 @@ def show(config: DictConfig) -> None:
         console.print(f"{part}: {form}", markup=False)
         if form not in shown and first is not None:
             shown.add(form)
-            for sample in first if isinstance(first, tuple) else (first,):
+            answers = first if isinstance(first, tuple) else (first,)
+            for name, sample in zip(("chosen", "rejected"), answers, strict=False):
                 if isinstance(sample, Sample):
+                    if len(answers) > 1:
+                        console.print(f"{name}:")
                     console.print(marked(sample, data.tokenizer, most=config.tokens))
     data.setup()
     console.print(data.summary, markup=False)

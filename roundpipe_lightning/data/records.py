@@ -276,10 +276,12 @@ def _json(path: Path) -> Iterator[Fields]:
     at = after_space(0)
     in_list = text[at : at + 1] == "["
     begin = at = after_space(at + in_list)
-    line, seen = 1, 0
+    line, last, seen, number = 1, 0, 0, 0
     while at < len(text) and not (in_list and text[at] == "]"):
         line, seen = line + text.count("\n", seen, at), at
-        place = f", line {line}"
+        number += 1
+        place = f", line {line}" + (f", item {number}" if line == last else "")
+        last = line
         try:
             value, at = decoder.raw_decode(text, at)
         except ValueError as error:
@@ -290,8 +292,8 @@ def _json(path: Path) -> Iterator[Fields]:
         if in_list or inner is None or seen > begin or at < len(text):
             yield _object(value, f"{path}{place}"), place
         else:  # an object with the list in it
-            for number, item in enumerate(inner, start=1):
-                yield _object(item, f"{path}, item {number}"), f", item {number}"
+            for index, item in enumerate(inner, start=1):
+                yield _object(item, f"{path}, item {index}"), f", item {index}"
 
 
 def _object(value: Any, place: str) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@ import csv
 import errno
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -119,6 +120,10 @@ def test_data_is_shown(tmp_path: Path) -> None:
     done = run_program(commands.data, tmp_path, "data=a.jsonl")
     assert done.returncode == 2
     assert "Error: a.jsonl, line 1: the fields 'ask' are of no known form" in done.stderr
+    pairs = [json.dumps({"prompt": "?", "chosen": f"{n}", "rejected": "no"}) for n in range(9)]
+    (tmp_path / "a.jsonl").write_text("\n".join(pairs), encoding="utf-8")
+    done = run_program(commands.data, tmp_path, "experiment=dpo", "data=a.jsonl")
+    assert re.search(r"chosen:\n.*\[\[0.*rejected:\n.*\[\[n\|o", done.stdout, re.DOTALL)
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

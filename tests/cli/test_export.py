@@ -8,7 +8,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import roundpipe_commands
 from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
@@ -77,6 +77,19 @@ def test_a_run_is_exported_from_its_checkpoint_alone(run: Path, form: Any) -> No
     assert torch.equal(logits(loaded), logits(expected))
     again = run_export(f"ckpt_path={checkpoint_of(run)}", "dtype=bf16")  # an export is replaced
     assert AutoModelForCausalLM.from_pretrained(again).dtype == torch.bfloat16
+
+
+def test_the_tokenizer_of_the_run_goes_along(run: Path, tmp_path: Path) -> None:
+    config: Any = OmegaConf.load(run / "config.yaml")
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    target = "roundpipe_lightning.modules.TokenizerSource"
+    config.data.tokenizer = {"_target_": target, "name": None, "chat_template": str(template)}
+    OmegaConf.save(config, run / "config.yaml")
+    tokenizer = AutoTokenizer.from_pretrained(run_export(f"ckpt_path={checkpoint_of(run)}"))
+    message = {"role": "user", "content": "One?"}
+    assert tokenizer.apply_chat_template([message], tokenize=False) == "One?"
+    assert tokenizer.decode(tokenizer("One?").input_ids) == "One?"
 
 
 @pytest.mark.parametrize("frozen_weights", ["memory", "mmap"])

@@ -119,6 +119,7 @@ def test_folders_and_patterns_are_read_by_name(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "\xff"}', r"a\.jsonl, line 1: this is not JSON"),
         ("a.txt", b"\xff", r"a\.txt: this is not a text in UTF-8"),
         ("a.json", b'[{"a": 1},\n {"a": 2]', r"a\.json, line 2: this is not JSON .*Mend the file"),
+        ("a.json", b'[{"a": 1}, 3]', r"a\.json, line 1, item 2: this is a value of type int"),
         ("a.json", b'[{"a": 1},\n 3]', r"a\.json, line 2: this is a value of type int"),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz: this file cannot be read: Not a gzipped"),
         ("a.parquet", b"PAR1PAR1", r"a\.parquet: this is no Parquet file"),

@@ -15,7 +15,7 @@ from roundpipe_lightning.checkpoint.io import read_checkpoint
 from roundpipe_lightning.cli.build import find_checkpoint, run_folder
 from roundpipe_lightning.cli.checkpoints.model_card import write_card
 from roundpipe_lightning.cli.objects import build, read_adapters, run_explained
-from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.models.export import (
     ExportOptions,
     check_replaceable,
@@ -50,8 +50,9 @@ def export(config: DictConfig) -> Path:
     if found is not None and "://" in found:
         raise ConfigurationError(f"ckpt_path={found}: copy it to this machine first.")
     checkpoint = None if found is None else Path(found)
-    names = ("dtype", "merge", "overwrite", "max_shard_bytes", "original_layout", "tokenizer")
-    options = ExportOptions(**{name: config[name] for name in names})
+    names = ("dtype", "merge", "overwrite", "max_shard_bytes", "original_layout")
+    tokenizer = config.tokenizer or _tokenizer_of_run(checkpoint)
+    options = ExportOptions(**{name: config[name] for name in names}, tokenizer=tokenizer)
     folder = _output_folder(config, checkpoint)
     check_replaceable(folder, overwrite=options.overwrite)
     if config.push_to_hub is not None:
@@ -64,6 +65,17 @@ def export(config: DictConfig) -> Path:
     if config.push_to_hub is not None:
         sys.stdout.write(f"{push_folder(folder, config.push_to_hub)}\n")
     return folder
+
+
+def _tokenizer_of_run(checkpoint: Path | None) -> Any:
+    """The tokenizer that a run was trained with, its chat template included; None: not known."""
+    run = None if checkpoint is None else run_folder(checkpoint)
+    saved: Any = {} if run is None else OmegaConf.load(run / "config.yaml")
+    source = OmegaConf.select(saved, "data.tokenizer") if saved else None
+    try:
+        return None if source is None else build(source).load()
+    except RoundPipeError:  # without a network, say: what lies beside the model is taken
+        return None
 
 
 def trained_module(config: DictConfig, checkpoint: Path | None) -> LightningModule:
