@@ -53,7 +53,7 @@ WORKS = {
     "chat merged --max-new-tokens 4": ">", "train experiment=dpo data=pairs.jsonl": "val_margin",
     "train experiment=dpo data=pairs.jsonl module=orpo": "val_margin",
     "train experiment=dpo data=pairs.jsonl module=reward": "val_margin",
-    "finetune merged chats.jsonl": "FineTuned",
+    "finetune merged chats.jsonl": "Model: ",
 }  # fmt: skip
 REFUSED = {
     "data data=unknown.jsonl": "line 1: the fields 'instr", "data data=latin.jsonl": "line 1: this",
@@ -153,4 +153,5 @@ if __name__ == "__main__":
             )
             faults += not fine
             print(f"{'ok' if fine else 'FAULT'} {status}  {line}\n    {said[-1]}", flush=True)
-    sys.exit(print(f"{faults} faults") or faults > 0)
+    print(f"{faults} faults")
+    sys.exit(int(faults > 0))
