@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,11 @@ def _tokenizer_of_run(checkpoint: Path | None) -> Any:
     source = OmegaConf.select(saved, "data.tokenizer") if saved else None
     try:
         return None if source is None else build(source).load()
-    except RoundPipeError:  # without a network, say: what lies beside the model is taken
+    except RoundPipeError as error:  # without a network, say
+        warnings.warn(
+            f"The tokenizer is the model's, not the run's, which could not be read: {error}",
+            stacklevel=2,
+        )
         return None
 
 
