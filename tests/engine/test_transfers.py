@@ -170,6 +170,7 @@ def test_a_failing_copy_is_told_once_and_releases_everybody(where: str) -> None:
         events = [queue.submit(one) for one in jobs]
         are_submitted.set()
         if where == "chunk":
+            device.await_given(MOST_IN_FLIGHT)  # after the error no more are given
             device.make(error=RuntimeError("the bus is gone"))
             device.make(MOST_IN_FLIGHT - 1)  # awaited before their memory is used again
         for event in events:
