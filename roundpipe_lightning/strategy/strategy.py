@@ -616,8 +616,6 @@ class RoundPipeStrategy(OneProcessStrategy):
     def join_updates(self) -> None:
         """Wait for the optimizer: parameters and its state are then those after the last step.
 
-        On several hosts this gathers the parameters, and is for the Trainer's thread.
-
         Raises:
             Exception: What the optimizer has raised, once, or the batch that it waited for.
         """
@@ -625,12 +623,12 @@ class RoundPipeStrategy(OneProcessStrategy):
             self._runtime.synchronize()
         if self._optimizer_sync is not None:
             self._optimizer_sync.join()
-        if self._runtime is not None:
-            self._runtime.make_whole()
 
     def on_train_end(self) -> None:
         """Leave the gradients of a window that was not filled, as on one device."""
         self.join_updates()
+        if self._runtime is not None:
+            self._runtime.make_whole()
         super().on_train_end()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -658,6 +656,8 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.join_updates()
+        if self._runtime is not None:
+            self._runtime.make_whole()
         if self._runtime is not None and self._runtime.watch is not None:
             self._runtime.watch.may_be_kept = True  # by who is given the checkpoint
         state = super().lightning_module_state_dict()

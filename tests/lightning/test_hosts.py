@@ -241,44 +241,6 @@ def test_numbers_of_one_host(tmp_path: Path, num: int, expected: dict[str, Any])
         assert difference(seen["sgd"]["parameters"], seen["sgd again"]["parameters"]) == 0
 
 
-class ReadsAddresses(Callback):
-    """Reads parameters unseen, after the call that the documentation asks for."""
-
-    differences: tuple[float, ...] = ()
-
-    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
-        matrices = [p for p in module.layers.parameters() if p.dim() == 2]
-        assert isinstance(trainer.strategy, RoundPipeStrategy)
-        trainer.strategy.join_updates()
-        unseen = [torch.frombuffer(bytearray(_bytes_of(p)), dtype=p.dtype) for p in matrices]
-        seen = [p.detach().view(-1).clone() for p in matrices]
-        self.differences += (difference(unseen, seen),)
-
-
-def _bytes_of(parameter: Tensor) -> bytes:
-    return ctypes.string_at(parameter.data_ptr(), parameter.nbytes)
-
-
-def train_read_by_address(rank: int, folder: Path) -> tuple[float, ...]:
-    torch.manual_seed(3)
-    reads = ReadsAddresses()
-    trainer = make_trainer(
-        folder / f"host{rank}",
-        strategy=EmulatedStrategy(timeout_seconds=60, upload_dtype="bf16"),
-        num_nodes=2,
-        max_steps=3,
-        precision="bf16-mixed",
-        callbacks=[reads] if rank == 1 else [],
-    )
-    trainer.fit(Regressor("adamw"), regression_data(36, batch_size=6))
-    return reads.differences
-
-
-def test_who_has_joined_reads_whole_parameters_at_their_addresses(tmp_path: Path) -> None:
-    _, differences = run_on_hosts(2, train_read_by_address, tmp_path)
-    assert differences == (0.0, 0.0, 0.0)
-
-
 # Overlap -----------------------------------------------------------------------------------------
 
 _SECONDS = 60.0  # none of it is waited for, but where something is broken
