@@ -25,7 +25,7 @@ from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CopyQueue
 from roundpipe_lightning.engine.device.events import DoneEvent, Event, HostEvent, StepAborted
 from roundpipe_lightning.engine.device.probe import cache_folder, probe_hardware
-from roundpipe_lightning.engine.device.threads import Failure, ThreadTeam
+from roundpipe_lightning.engine.device.threads import Countdown, Failure, ThreadTeam
 from roundpipe_lightning.errors import FitError, HardwareError
 from roundpipe_lightning.planning.model.hardware import MatrixRates, load_hardware
 from roundpipe_lightning.strategy.planning import inputs
@@ -205,6 +205,21 @@ def test_a_run_that_is_over_holds_no_task() -> None:
         assert run.wait(60)
         assert note() is None, "its thread has come no further than to tell of the end"
         held.goes_on.set()
+
+
+def test_ctrl_c_at_the_end_of_a_wait_leaves_the_next_one_its_answer() -> None:
+    countdown: Any = Countdown(1)
+    over = countdown._over
+
+    def pressed(timeout: float) -> None:
+        countdown.count()
+        over.acquire()
+        raise KeyboardInterrupt
+
+    countdown._over = SimpleNamespace(acquire=pressed, release=over.release)
+    with pytest.raises(KeyboardInterrupt):
+        countdown.wait(60)
+    assert countdown.wait(0)
 
 
 def test_leaving_joins_the_threads_even_after_an_error() -> None:

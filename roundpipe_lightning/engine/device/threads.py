@@ -54,6 +54,9 @@ class Countdown:
         return not self._left
 
     def wait(self, seconds: float) -> bool:
+        with self._counting:  # also where Ctrl-C came between the two calls below, in another wait
+            if not self._left:
+                return True
         is_over = self._over.acquire(timeout=seconds)
         if is_over:
             self._over.release()
