@@ -12,26 +12,28 @@ REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "benchmarks" / "predictions.md"
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
+MODELS = ["qwen3_1_7b", "llama3_1_8b", "gpt_oss_20b", "qwen3_32b", "qwen3_235b_a22b"]
+
+
+@pytest.fixture(scope="module", params=[MODELS[1:2], pytest.param(MODELS, marks=pytest.mark.soak)])
+def result(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    """The program's answer for one model; in the long tests for all."""
     folder = tmp_path_factory.mktemp("published")
-    process = run_program(published_throughput.main, folder, "--output", "json")
+    arguments = ("--output", "json", "--models", *request.param)
+    process = run_program(published_throughput.main, folder, *arguments)
     assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    return {"models": request.param, **json.loads(process.stdout)}
 
 
-def test_throughput_is_predicted(result: Any) -> None:
+def test_throughput_and_longest_sequences_are_predicted(result: Any) -> None:
     assert result["throughput_error"]["median"] <= 0.10
     assert result["throughput_error"]["worst"] <= 0.25
-    assert len(result["throughput"]) == 10
-
-
-def test_longest_sequences_are_predicted(result: Any) -> None:
+    assert len(result["throughput"]) == 2 * len(result["models"])
     errors = {row["model"]: row["error"] for row in result["sequences"]}
-    assert len(errors) == 5
+    assert list(errors) == result["models"]
     assert max(map(abs, errors.values())) <= 0.15, errors
     # docs/benchmarks/predictions.md says what may be behind these two
-    assert {name for name, error in errors.items() if error > 0} == {"llama3_1_8b", "qwen3_32b"}
+    assert {name for name, error in errors.items() if error > 0} <= {"llama3_1_8b", "qwen3_32b"}
 
 
 def test_networks_are_hidden_from_as_many_tokens_as_by_hand(result: Any) -> None:
@@ -49,43 +51,42 @@ def test_networks_are_hidden_from_as_many_tokens_as_by_hand(result: Any) -> None
     }
     rows = {(row["model"], row["hosts"], row["network"]): row for row in result["network"]}
     for key, tokens in by_hand.items():
-        assert rows[key]["by published tokens/s"] == pytest.approx(tokens, rel=0.05)
-        assert rows[key]["predicted"] == pytest.approx(tokens, rel=0.15)
+        if key[0] in result["models"]:
+            assert rows[key]["by published tokens/s"] == pytest.approx(tokens, rel=0.05)
+            assert rows[key]["predicted"] == pytest.approx(tokens, rel=0.15)
 
 
-def test_slower_uploads_never_help(result: Any) -> None:
+def test_frozen_weights_and_adapters_cost_what_they_move(result: Any) -> None:
+    if "qwen3_235b_a22b" not in result["models"]:
+        assert result["frozen"] == result["adapters"] == []
+        return
     rates = {row["weights"]: row["predicted"] for row in result["frozen"]}
     mapped = [rates[f"memory-mapped, {bits} bits"] for bits in (16, 8, 4)]
     assert mapped == sorted(mapped)
     for bits in (16, 8, 4):
         assert rates[f"memory-mapped, {bits} bits"] <= rates[f"page-locked, {bits} bits"] + 1e-6
-
-
-def test_adapters_of_experts_cost_more_than_those_of_attention(result: Any) -> None:
     few, many = result["adapters"]
     assert many["trainable"] > 10 * few["trainable"]
     assert 0.3 * few["predicted"] < many["predicted"] < few["predicted"]
 
 
 def test_the_documents_print_these_tables(result: Any) -> None:
-    pages = (PAGE, REPOSITORY / "docs" / "nodes.md")
-    document = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    lines = [line for line in document.splitlines() if line.startswith("|")]
-    for text in result["tables"].values():
-        table = [line for line in text.splitlines() if line.startswith("|")]
-        start = lines.index(table[0])
-        for printed, written in zip(table, lines[start:], strict=False):
-            assert_same_cells(printed, written)
-
-
-def test_the_document_says_how_far_off_they_are(result: Any) -> None:
     document = PAGE.read_text(encoding="utf-8")
+    pages = document + (REPOSITORY / "docs" / "nodes.md").read_text(encoding="utf-8")
+    lines = [line for line in pages.splitlines() if line.startswith("|")]
+    for text in filter(None, result["tables"].values()):
+        heading, _, *rows = (line for line in text.splitlines() if line.startswith("|"))
+        below = iter(lines[lines.index(heading) :])
+        for printed in rows:
+            model = printed.split(" | ")[0]
+            assert_same_cells(printed, next(row for row in below if row.startswith(model)))
     said = re.search(r"the median error is ([\d.]+) % and the worst ([\d.]+) %", document)
     assert said is not None
-    errors = result["throughput_error"]
-    assert [float(number) for number in said.groups()] == pytest.approx(
-        [100 * errors["median"], 100 * errors["worst"]], abs=1
-    )
+    if result["models"] == MODELS:
+        errors = result["throughput_error"]
+        assert [float(number) for number in said.groups()] == pytest.approx(
+            [100 * errors["median"], 100 * errors["worst"]], abs=1
+        )
 
 
 def assert_same_cells(printed: str, written: str) -> None:
