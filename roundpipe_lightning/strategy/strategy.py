@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -442,6 +443,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         """Refuse what does not work on several hosts yet."""
         self._divides_data = not compat.divides_no_data(trainer)
         assert self._hosts is not None
+        self._hosts.travels = partial(agreement.ending_exception, trainer)
         self._host_shares = agreement.shares_of_batch(self._hosts, self._options, self._speed)
         if trainer.state.fn == TrainerFn.PREDICTING:
             raise ConfigurationError("predict() does not work on several hosts: set num_nodes=1.")
@@ -472,7 +474,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         """Let the last step end; what the optimizer raises besides is not the cause."""
         self._has_failed = True
         if self._hosts is not None:  # nobody is waited for: others cannot know of the error
-            self._hosts.close(exception)
+            self._hosts.close(exception, is_agreed=isinstance(exception, SIGTERMException))
         with contextlib.suppress(Exception):
             self.join_updates()
         super().on_exception(exception)
@@ -737,15 +739,11 @@ class RoundPipeStrategy(OneProcessStrategy):
                 storage.resize_(0)  # its memory is free again
 
         io = cast("RoundPipeCheckpointIO", self.checkpoint_io)
-        try:
-            if storage_options is None and io.save_taken(checkpoint, filepath, take=take):
-                return
+        if storage_options is not None or not io.save_taken(checkpoint, filepath, take=take):
             for number in range(len(parts)):
                 bring(number)
             io.save_checkpoint(checkpoint, filepath, storage_options)
-        finally:
-            if not hosts.is_closed:
-                hosts.control.objects(None)
+        hosts.control.objects(None)
 
     def _steady_memory(self) -> list[torch.UntypedStorage]:
         """Memory that only an optimizer step changes; none where a callback changes weights."""

@@ -25,7 +25,7 @@ def test_gradients_that_are_being_taken_count_as_given(monkeypatch: pytest.Monke
     monkeypatch.setattr(hosts_update, "Future", Looking)
     parameter = nn.Parameter(torch.ones(2))
     step = CapturedStep(torch.optim.SGD([parameter], lr=1.0), gradients={})
-    joint = JointStep(step, [[parameter]], begins_early=True, waits=False)
+    joint = JointStep(step, {"weight": [parameter]}, begins_early=True, waits=False)
     joint.give(0, {parameter: torch.ones(2)})
     is_taking = True
     assert torch.equal(joint.take(0).gradients[parameter], torch.ones(2))

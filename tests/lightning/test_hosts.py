@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Sampler
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.cli.callbacks import GracefulInterrupt, LastCheckpoint
 from roundpipe_lightning.engine.exchange import exchange
+from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.engine.exchange.ranges import write_range
 from roundpipe_lightning.errors import ConfigurationError, HostError
 from roundpipe_lightning.optim import HostAdamW
@@ -346,6 +347,12 @@ def test_a_fault_shows(tmp_path: Path, expected: dict[str, Any]) -> None:
         assert difference(seen[name]["parameters"], one["parameters"]) > 1e-4, name
 
 
+def _once_wrong() -> Iterator[Any]:
+    yield ZeroDivisionError("of one host")
+    while True:
+        yield mock.DEFAULT
+
+
 class EndOrWait(Callback):
     """Ends the last host in the middle; the others are busy before, or when it happens."""
 
@@ -362,6 +369,11 @@ class EndOrWait(Callback):
             self._process.write_text(str(os.getpid()))
             if self._how == "raises":
                 raise ZeroDivisionError("of one host")
+            if self._how == "leaves one out":
+                vars(exchange)["_values_of"] = mock.Mock(
+                    wraps=exchange._values_of, side_effect=_once_wrong()
+                )
+                return
             os.kill(os.getpid(), signal.SIGSTOP if self._how == "stopped" else signal.SIGKILL)
 
 
@@ -374,6 +386,7 @@ def end_at(rank: int, num: int, folder: Path, how: str) -> None:
         strategy=RoundPipeStrategy(timeout_seconds=60),
         num_nodes=num,
         callbacks=[EndOrWait(how, is_last=rank == num - 1, process=process)],
+        gradient_clip_val=1.0 if how == "leaves one out" else None,  # all leave before one is used
     )
     data = regression_data(NUM_SAMPLES, batch_size=GLOBAL_BATCH // num)
     try:
@@ -390,6 +403,7 @@ def end_at(rank: int, num: int, folder: Path, how: str) -> None:
     [
         ("killed", 3, ProcessLookupError, "it has ended"),
         ("raises", 2, ZeroDivisionError, ": it raised ZeroDivisionError: of one host"),
+        ("leaves one out", 2, ZeroDivisionError, ": it raised ZeroDivisionError: of one host"),
         ("stopped", 2, ProcessLookupError, "it is stopped"),
         ("busy", 2, ProcessLookupError, "it has ended"),
     ],
@@ -401,6 +415,7 @@ def test_who_is_left_says_so(
     assert type(lost) is lost_error
     for each in left:
         assert type(each) is HostError
+        assert re.search(r"block (layers\.\d|head\.(weight|bias))", str(each))
         assert re.search(
             rf"lost host {num - 1} \(.*batch \d, after \d .*{message}", str(each), re.DOTALL
         )
@@ -419,6 +434,40 @@ class Signalled(Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
+class LateWork:
+    """Is not done before the other host has said its last word, or a moment has passed."""
+
+    def __init__(self, work: Any, hosts: Hosts) -> None:
+        self._work, self._changed, self._is_asked = work, hosts.watch._changed, False
+
+    def is_completed(self) -> bool:
+        return self._is_asked and bool(self._work.is_completed())
+
+    def wait(self, seconds: Any) -> None:
+        if not self._is_asked:
+            self._is_asked = True
+            self._changed.wait(0.3)
+            raise RuntimeError("not done yet")
+        self._work.wait(seconds)
+
+
+def _wait_late(hosts: Hosts, work: Any, what: str) -> None:
+    plain_wait(hosts, LateWork(work, hosts), what)
+
+
+plain_wait = Hosts.wait
+
+
+class LateStrategy(RoundPipeStrategy):
+    """Is the last to leave the last barrier."""
+
+    def barrier(self, name: str | None = None) -> None:
+        is_last = self.global_rank == 0 and self._module.trainer.interrupted
+        late = mock.patch.object(Hosts, "wait", _wait_late)
+        with late if is_last else contextlib.nullcontext():
+            super().barrier(name)
+
+
 def stop_at(rank: int, folder: Path, hook: str, is_command: bool) -> tuple[int, int | None]:
     """Train on two hosts until one is sent a signal; return when that stopped this one."""
     torch.manual_seed(3)
@@ -427,7 +476,7 @@ def stop_at(rank: int, folder: Path, hook: str, is_command: bool) -> tuple[int, 
     with interrupt if is_command else contextlib.nullcontext():
         trainer = make_trainer(
             folder,
-            strategy=RoundPipeStrategy(timeout_seconds=60),
+            strategy=LateStrategy(timeout_seconds=60),
             num_nodes=2,
             callbacks=[saves, *[interrupt] * is_command, Signalled(hook, rank=rank)],
             enable_checkpointing=True,

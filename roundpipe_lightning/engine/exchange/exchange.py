@@ -18,12 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.engine.exchange.hosts import Hosts, Taken
+from roundpipe_lightning.engine.exchange.hosts import Hosts, Line, Taken
 from roundpipe_lightning.engine.exchange.ranges import (
     Ownership,
     Piece,
@@ -35,6 +35,8 @@ from roundpipe_lightning.engine.store.block_layout import gradient_dtype
 from roundpipe_lightning.errors import ConfigurationError
 
 _CHUNK_BYTES = 2**23
+
+T = TypeVar("T")
 
 Elements: TypeAlias = Sequence[slice]
 """A range of what each host owns, by rank."""
@@ -112,38 +114,53 @@ class Exchange:
     def to_first(self, mine: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         """Give host 0 a tensor, one-dimensional; there, return what each host gave."""
         given = [mine, *[mine[:0]] * (self.hosts.num - 1)]
-        return self._gradients.submit(self.hosts.gradients.swap, given, sizes).result()
+        swap = self.hosts.gradients.swap
+        return self._by_gradients("the optimizer's state", "", swap, given, sizes).result()
 
     # Steps ---------------------------------------------------------------------------------------
 
     def agree(self, value: Any) -> Sequence[Any]:
         """Return every host's object, by rank; not while gradients travel."""
-        return self._gradients.submit(self.hosts.gradients.objects, value).result()
+        return self._by_gradients("steps", "", self.hosts.gradients.objects, value).result()
 
-    def sum(self, tensors: Sequence[Tensor], given: Callable[[], Given]) -> Future[Sums]:
+    def sum(self, name: str, tensors: Sequence[Tensor], given: Callable[[], Given]) -> Future[Sums]:
         """Begin to add up gradients over the hosts. Calls come in the same order on all hosts.
 
         Args:
+            name: The block's, for messages.
             tensors: Parameters of a block, the same on all hosts.
             given: Called in the thread of the gradients: waits for those of this host.
         """
-        return self._gradients.submit(self._sum, tensors, given)
+        return self._by_gradients("gradients", name, self._sum, tensors, given)
 
-    def gather(self, values: Mapping[Tensor, Tensor], then: Callable[[], None]) -> Future[None]:
+    def gather(
+        self, name: str, values: Mapping[Tensor, Tensor], then: Callable[[], None]
+    ) -> Future[None]:
         """Begin to bring every owner's values to all hosts. Calls come in the same order on all.
 
         Args:
+            name: The block's, for messages.
             values: By parameter, of its shape: what its owners have is new.
             then: Called when all is.
         """
-        return self._weights.submit(self._gather, values, then)
+        line = self.hosts.weights
+        return self._weights.submit(self._run, line, "values", name, self._gather, values, then)
 
     def close(self) -> None:
         """End the threads, when what travels has arrived or is given up (`Hosts.close`)."""
         self._gradients.shutdown(cancel_futures=True)
         self._weights.shutdown(cancel_futures=True)
 
+    def _by_gradients(self, what: str, block: str, task: Callable[..., T], *args: Any) -> Future[T]:
+        return self._gradients.submit(self._run, self.hosts.gradients, what, block, task, *args)
+
     # In their threads ----------------------------------------------------------------------------
+
+    def _run(self, line: Line, what: str, block: str, task: Callable[..., T], *args: Any) -> T:
+        line.what = f"{what} of block {block}" if block else what
+        self.hosts.block = block or self.hosts.block
+        with line.kept_in_order():
+            return task(*args)
 
     def _sum(self, tensors: Sequence[Tensor], given: Callable[[], Given]) -> Sums:
         rank, num = self.hosts.rank, self.hosts.num

@@ -1,17 +1,28 @@
 """The hosts of a training: who they are, what they tell each other, what happens when one is lost.
 
 `torch.distributed` with gloo carries it all. Each thread that talks to other hosts has a group of
-its own (a `Line`): the operations of a group must begin in the same order on all hosts, and a small
-operation would wait for the large ones before it. Nothing waits without end: every operation is
-asked again and again whether it is done, and given up when `close` was called or time is up.
+its own (a `Line`), because a small operation would wait for the large ones before it:
+
+| group | begun by | in the order of |
+|---|---|---|
+| control | the Trainer's thread | the training loop: the same calls on all hosts |
+| the default one | the same, after a message of the control group | the same |
+| gradients | the thread of the gradients (`Exchange`) | units, agreed once a step |
+| weights | the thread of the weights (`Exchange`) | the same, with what the control group agreed |
+
+The operations of a group must begin in the same order on all hosts: gloo ends the process where
+sizes differ, and adds up what does not belong together where they do not. So a line carries nothing
+more after an operation that failed or was left out, and no host begins one while an exception
+travels. Nothing waits without end: every operation is asked again and again whether it is done, and
+given up when `close` was called or time is up.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, TypeAlias, TypeVar
@@ -46,15 +57,18 @@ class Hosts:
         num: How many there are.
         control: For small objects, from the Trainer's thread. One host's wish is heard there.
         place: Where in the training this host is, for messages.
+        block: Whose gradients or values were exchanged last, for messages.
         watch: Whether the others live.
         is_asked_to_stop: Whether a signal asked this host to stop.
         stops: Whether one of them was asked: all do after this batch.
+        travels: Returns the exception with which this host is about to end.
     """
 
     def __init__(self, *, timeout_seconds: float, main: tuple[str, int]) -> None:
         self.rank, self.num = dist.get_rank(), dist.get_world_size()
-        self.place = "before the first step"
+        self.place, self.block = "before the first step", ""
         self.is_closed = self.is_asked_to_stop = self.stops = False
+        self.travels: Callable[[], BaseException | None] = lambda: None
         self.timeout_seconds = timeout_seconds
         self._watch: Watch | None = None
         self.control = Control(self, "step")
@@ -95,15 +109,16 @@ class Hosts:
                         "configuration everywhere; see docs/nodes.md."
                     )
 
-    def close(self, error: BaseException) -> None:
+    def close(self, error: BaseException, *, is_agreed: bool = False) -> None:
         """Wait for nobody any more. Whoever waits in another thread gets a `HostError`.
 
         Args:
             error: What others are told; if they live.
+            is_agreed: Whether all end so. Those who are not as far wait on for what they began.
         """
         if not self.is_closed:
             self.is_closed = True
-            self.watch.close(f"raised {type(error).__name__}: {error}")
+            self.watch.close(None if is_agreed else f"raised {type(error).__name__}: {error}")
 
     def check_open(self) -> None:
         """Refuse to begin anything with others while an error travels.
@@ -152,6 +167,8 @@ class Hosts:
         found = None if self._watch is None else self._watch.look(0)
         host, why = found or (None, f"a connection ended: {otherwise}")
         where = self.place if what is None else f"while it exchanged {what}, {self.place}"
+        if self.block and self.block not in (what or ""):
+            where += f", last block {self.block}"
         if host == self.rank:
             return HostError(f"The other hosts gave up host {host} ({where}), because it {why}.")
         name = "another host" if host is None else f"host {host}"
@@ -192,7 +209,7 @@ def _watched(name: str, *, waits: bool) -> Any:
                 self.hosts.control.objects(None)  # nobody waits here for a host that asks
         work = getattr(self.inner, name)(*args, **kwargs)
         if self.hosts is not None and waits:
-            self.hosts.wait(work, f"values ({name})")
+            self.hosts.control.wait(work, f"values ({name})")
         return work
 
     return run
@@ -214,11 +231,34 @@ class Line:
     Args:
         hosts: All hosts.
         what: What goes over it, for messages.
+
+    Attributes:
+        what: As given.
     """
 
     def __init__(self, hosts: Hosts, what: str) -> None:
-        self._hosts, self._what = hosts, what
+        self._hosts, self.what = hosts, what
+        self._error: BaseException | None = None
         self._group = dist.new_group(backend="gloo")
+
+    @contextmanager
+    def kept_in_order(self) -> Iterator[None]:
+        """Begin no more operations after an error: others may be left out, which all count."""
+        try:
+            yield
+        except BaseException as error:
+            self._error = self._error or error
+            raise
+
+    def wait(self, work: Any, what: str = "") -> None:
+        """As `Hosts.wait`."""
+        with self.kept_in_order():
+            self._hosts.wait(work, what or self.what)
+
+    def _check_open(self) -> None:
+        self._hosts.check_open()
+        if self._error is not None:
+            raise HostError(f"Nothing more is exchanged after an error: {self._error}")
 
     def objects(self, value: T) -> list[T]:
         """Return every host's object, by rank. Pickled: between hosts that trust each other.
@@ -230,8 +270,8 @@ class Line:
         num = self._hosts.num
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num)]
         mine = torch.tensor([packed.numel()])
-        self._hosts.check_open()
-        self._wait(dist.all_gather(sizes, mine, group=self._group, async_op=True))
+        self._check_open()
+        self.wait(dist.all_gather(sizes, mine, group=self._group, async_op=True))
         counts = [int(size) for size in sizes]
         taken = self.swap([packed] * num, counts)
         return [pickle.loads(each.numpy().tobytes()) for each in taken]
@@ -265,21 +305,18 @@ class Line:
         Raises:
             HostError: As `Hosts.wait`.
         """
-        self._hosts.check_open()
+        self._check_open()
         taken = sent.new_empty(sum(sizes))
         work = dist.all_to_all_single(
             taken, sent, list(sizes), list(counts), group=self._group, async_op=True
         )
 
         def parts() -> Sequence[Tensor]:
-            self._wait(work)
+            self.wait(work)
             found: Sequence[Tensor] = taken.split(list(sizes))
             return found
 
         return parts
-
-    def _wait(self, work: Any) -> None:
-        self._hosts.wait(work, self._what)
 
 
 class _Wish:
@@ -300,7 +337,10 @@ class Control(Line):
         self.objects(_Wish())
 
     def objects(self, value: T) -> list[T]:
-        """As of `Line`."""
+        """As of `Line`; refused while an exception travels, of which others cannot know."""
+        error = self._hosts.travels()
+        if error is not None:
+            self._hosts.close(error)
         while True:
             said = super().objects(value)
             if not any(isinstance(each, _Wish) for each in said):

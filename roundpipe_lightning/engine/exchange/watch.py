@@ -20,7 +20,6 @@ from roundpipe_lightning.engine.exchange import heartbeat
 _SIGNAL: Any = getattr(signal, "SIGURG", None)  # does nothing where nobody handles it
 PATIENCE_SECONDS = 5.0
 _GRACE_SECONDS = 1.0
-_ENDED = "has ended"
 
 
 class Watch:
@@ -67,7 +66,7 @@ class Watch:
         if _SIGNAL is not None and threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(_SIGNAL, self._heed)
         threading.Thread(target=self._listen, name="roundpipe-hosts", daemon=True).start()
-        atexit.register(self.close, _ENDED)
+        atexit.register(self.close)
 
     @property
     def lost(self) -> tuple[int, str] | None:
@@ -79,12 +78,13 @@ class Watch:
         self._changed.wait(seconds)
         return self.lost or self._lost.get(True)
 
-    def close(self, why: str) -> None:
-        """Say the last word, which the others' messages have."""
+    def close(self, why: str | None = None) -> None:
+        """Say the last word, which the others' messages have; `why`: where it is unexpected."""
         self.trains = False
         atexit.unregister(self.close)
-        host, because = self.lost or (self._rank, why)
-        self._tell({"of": host, "why": because, "expected": because == _ENDED})
+        host, because = self.lost or (self._rank, why or "has ended")
+        is_expected = self.lost is None and why is None
+        self._tell({"of": host, "why": because, "expected": is_expected})
         with suppress(OSError):
             self._tells.close()
         if self._previous is not None and threading.current_thread() is threading.main_thread():

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,14 +64,15 @@ class JointStep:
 
     Args:
         step: The captured step.
-        members: Trained parameters that are stepped together, as their gradients come.
+        members: Trained parameters that are stepped together, by unit, as their gradients come.
         begins_early: Whether they come during the backward pass.
         waits: Whether nothing may be stepped before the step is submitted.
         read_whole: As of `Given`.
 
     Attributes:
         step: As given.
-        members: As given.
+        members: As given, by number.
+        names: Of the units.
         begins_early: As given.
         number_of: In which of them a parameter is.
         submitted: Done when the step is submitted.
@@ -80,15 +81,16 @@ class JointStep:
     def __init__(
         self,
         step: CapturedStep,
-        members: Sequence[Sequence[Tensor]],
+        members: Mapping[str, Sequence[Tensor]],
         *,
         begins_early: bool,
         waits: bool,
         read_whole: Collection[Tensor] = (),
     ) -> None:
         self._read_whole = read_whole
-        self.step, self.members, self.begins_early = step, members, begins_early
-        self.number_of = {p: number for number, some in enumerate(members) for p in some}
+        self.step, self.begins_early = step, begins_early
+        self.names, self.members = tuple(members), tuple(members.values())
+        self.number_of = {p: number for number, some in enumerate(self.members) for p in some}
         self._share, self.submitted = Future[float](), Future[None]()
         self._given = [Future[tuple[Mapping[Tensor, Tensor], bool]]() for _ in members]
         if not waits:
@@ -199,7 +201,9 @@ class HostsUpdate:
         forward = list(reversed(range(len(joint.members))))
         order = forward[::-1] if self._agree(joint) else forward
         sums = {
-            number: exchange.sum(joint.members[number], partial(joint.take, number))
+            number: exchange.sum(
+                joint.names[number], joint.members[number], partial(joint.take, number)
+            )
             for number in order
         }
         joint.submitted.result()
@@ -210,7 +214,8 @@ class HostsUpdate:
         later, gathered = [], list[Future[None]]()
         for number in order:
             new = self._step_unit(joint, sums.pop(number).result(), partial(run, number))
-            begin = partial(exchange.gather, new, partial(ended, number, _copied(new)))
+            end = partial(ended, number, _copied(new))
+            begin = partial(exchange.gather, joint.names[number], new, end)
             if order is forward or number < num_early:
                 gathered.append(begin())
             else:
@@ -238,15 +243,16 @@ class HostsUpdate:
                     piece.of(needed[parameter]).copy_(piece.of(parameter))
         return needed
 
-    def make_whole(self, units: Iterable[Sequence[Tensor]]) -> None:
+    def make_whole(self, units: Mapping[str, Sequence[Tensor]]) -> None:
         """Bring all values that this host has a part of here; every host calls this.
 
         Args:
-            units: All parameters, in one order on all hosts.
+            units: All parameters, by the names of units, in one order on all hosts.
         """
+        in_part = {n: [p for p in some if p in self._store.in_part] for n, some in units.items()}
         gathered = [
-            self._exchange.gather({p: p for p in some}, lambda: None)
-            for some in ([p for p in unit if p in self._store.in_part] for unit in units)
+            self._exchange.gather(name, {p: p for p in some}, lambda: None)
+            for name, some in in_part.items()
             if some
         ]
         for each in gathered:

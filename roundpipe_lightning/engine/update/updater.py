@@ -206,7 +206,7 @@ class Updater:
         num_early = len(units) // 2
         units = [*reversed(units), *last]  # as gradients come
         chosen = set(trained)
-        members = [[p for p in unit.parameters if p in chosen] for unit in units]
+        members = {unit.name: [p for p in unit.parameters if p in chosen] for unit in units}
         joint = JointStep(
             step,
             members,
@@ -338,7 +338,7 @@ class Updater:
         """Join, and have all values here of which other hosts own a part; all hosts call this."""
         self.join()
         if self.hosts is not None:
-            self.hosts.make_whole([unit.parameters for unit in self._units])
+            self.hosts.make_whole({unit.name: unit.parameters for unit in self._units})
 
     def stepped_whole(self) -> None:
         """Mark 16-bit copies as old: an optimizer was stepped in another way than here."""

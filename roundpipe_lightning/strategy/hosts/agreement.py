@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
@@ -142,6 +144,12 @@ def check_same(
             ],
         }
     )
+
+
+def ending_exception(trainer: Trainer) -> BaseException | None:
+    """Return the exception with which a run ends here alone, while hooks are told of it."""
+    error = sys.exc_info()[1]
+    return error if trainer.interrupted and not isinstance(error, SIGTERMException) else None
 
 
 def _code(folder: Path) -> str:
