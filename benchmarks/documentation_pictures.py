@@ -140,9 +140,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    settings = ["model=qwen3_32b", "peft=lora", "hardware=rtx4090", "hardware.devices=4"]
-    settings += ["hardware.host_memory=256GiB", "data.seq_len=2048", "data.batch_size=32"]
-    settings += ["partition.num_microbatches=16", "paths.output_dir=unused"]
+    settings = ["recipe=qwen3_32b/lora", "hardware=rtx4090", "hardware.devices=4"]
+    settings += ["hardware.host_memory=256GiB", "paths.output_dir=unused"]
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         found = Job(compose("train", overrides=settings)).answer().memory
     (folder / "architecture.svg").write_text(architecture(), encoding="utf-8")

@@ -1,39 +1,28 @@
 """What a new user meets in the first hour: every form of file, every command, and bad input.
 
-The files are written here, the model is tiny, and nothing is downloaded. Exit status 1: a command
+The files are written here, the model is tiny, and nothing is downloaded. A command is a process
+that is forked when all has been imported: seconds are saved for each. Exit status 1: a command
 ended in a traceback, or otherwise than expected.  python benchmarks/first_hour.py [WORDS OF CASES]
 """
 
 import gzip
-import http.server
+import importlib
+import io
 import json
+import multiprocessing
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
-import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from pyarrow import Table, parquet
-
-from roundpipe_lightning.modules.tokenizer import byte_level_tokenizer
-
-_NOTHING: Any = dict.fromkeys(("do_HEAD", "do_GET"), lambda self: self.send_error(404))  # of a hub
-_NOTHING["log_message"] = lambda *_: None
-_REPOSITORY = Path(__file__).resolve().parents[1]
+_FORK = multiprocessing.get_context("fork")
 _SMALL = "data.batch_size=2 data.seq_len=128 trainer.max_steps=2 scheduler.num_warmup_steps=0"
 _SMALL += " trainer.val_check_interval=null"
-_FINETUNE = f"""import roundpipe_lightning as rl
-def main():
-    try:
-        print(rl.finetune(*sys.argv[1:], overrides={_SMALL.split()}))
-    except rl.errors.RoundPipeError as error:
-        sys.exit(print("Error:", error) or 2)"""
-_PROGRAMS = {
-    "chat": "from roundpipe_lightning.cli.checkpoints.chat import main", "finetune": _FINETUNE,
-}  # fmt: skip
+_PROGRAMS = ("train", "plan.command", "data", "checkpoints.export", "checkpoints.chat")
 
 # Commands, each with words of what it prints. Those of training and data also take `_SMALL`.
 WORKS = {
@@ -68,18 +57,23 @@ REFUSED = {
     "data data=broken.jsonl": "line 2: this is", "data data=none.jsonl.gz": "none.jsonl.gz: ",
     "data data=loop.jsonl": "'loop.jsonl'", "finetune merged chat.jsonl": "'chat.jsonl'",
     "data data=role.jsonl": "line 1: message 1", "data data=cut.jsonl.gz": "cut.jsonl.gz: ",
-    "data data=none.parquet": "none.parquet: ", "offline data data=no/thing": "'no/thing'",
-    "data data=no/thing": "'no/thing'", "offline train data=chats.jsonl model=no/thing": "no/thing",
+    "data data=none.parquet": "none.parquet: ", "data data=no/thing": "'no/thing'",
     "data data=chats.jsonl data.tokenizer.name=plain": "data.tokenizer.chat_template",
     "train experiment=dpo data=chats.jsonl": "line 1: this is mess",
     "train data=flags.jsonl data.batch_size=8": "data.batch_size",
     "train data=chats.jsonl data.seq_len=9999": "data.seq_len", "train optimiser.lr=1": "optimizer",
     "export ckpt_path=no.ckpt": "no.ckpt",
 }  # fmt: skip
+OFFLINE = {  # refused, too
+    "data data=no/where": "'no/where'", "train data=chats.jsonl model=no/where": "no/where",
+}  # fmt: skip
 
 
 def write_files(folder: Path) -> None:
     """Write the files that the cases read."""
+    from pyarrow import Table, parquet
+
+    from roundpipe_lightning.modules.tokenizer import byte_level_tokenizer
 
     def chat(question: str, answer: Any, role: str = "user") -> dict[str, Any]:
         said = [{"role": role, "content": question}, {"role": "assistant", "content": answer}]
@@ -118,40 +112,86 @@ def write_files(folder: Path) -> None:
     plain.save_pretrained(folder / "plain")
 
 
-def run(command: str, folder: Path, hub: str) -> tuple[int, str]:
+class EmptyHub(BaseHTTPRequestHandler):
+    """Has nothing, whatever is asked for."""
+
+    def do_GET(self) -> None:
+        """Answer as the hub does about what is not there, or not yours."""
+        self.send_response(401)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing on the screen."""
+
+
+def start(name: str, words: list[str], folder: Path, output: int) -> None:
+    """Become a command, in a process of its own."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(folder)
+    sys.argv, sys.stdin = [name, *words], io.StringIO("1+1?\n")
+    if name == "finetune":
+        try:
+            print(rl.finetune(*words, overrides=_SMALL.split()))
+        except rl.errors.RoundPipeError as error:
+            sys.exit(print("Error:", error) or 2)
+    else:
+        sys.exit(chat.main() if name == "chat" else getattr(roundpipe_commands, name)())
+
+
+def run(command: str, folder: Path) -> tuple[int, str]:
     """Exit status and output of a command."""
     name, *words = shlex.split(command)
-    if name == "offline":
-        name, hub = words.pop(0), "http://127.0.0.1:9"
-    start = _PROGRAMS.get(name, f"from roundpipe_commands import {name} as main")
-    program = [sys.executable, "-c", f"import sys\n{start}\nsys.exit(main())"]
     words = [*(_SMALL.split() if name in {"train", "data"} else []), *words]
-    path = os.pathsep.join([str(_REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    more = {"PYTHONPATH": path, "HF_ENDPOINT": hub, "HF_HOME": str(folder / "hf")}
-    about: dict[str, Any] = {"cwd": folder, "env": {**os.environ, **more}, "input": "1+1?\n"}
-    about |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(program + words, **about, check=False)
-    return done.returncode, done.stdout
+    with tempfile.TemporaryFile() as output:
+        process = _FORK.Process(target=start, args=(name, words, folder, output.fileno()))
+        process.start()
+        process.join()
+        output.seek(0)
+        return process.exitcode or 0, output.read().decode()
+
+
+def play(folder: Path, hub: multiprocessing.process.BaseProcess, asked: str) -> int:
+    """Run the cases with these words in them; return how many ended otherwise than expected."""
+    faults = 0
+    for line, wanted in {**WORKS, **REFUSED, **OFFLINE}.items():
+        if asked not in line:
+            continue
+        if line in OFFLINE:
+            hub.kill()
+            hub.join()
+        began = time.monotonic()
+        status, output = run(line, folder)
+        end = output if line in WORKS else f"\n{output}".rpartition("\nError: ")[2].strip()
+        fine = status == (0 if line in WORKS else 2) and wanted in end
+        fine = fine and "Traceback (most" not in output and (line in WORKS or "\n" not in end)
+        said = [each for each in end.splitlines() if wanted in each] if fine else [output[-900:]]
+        faults += not fine
+        verdict = f"{'ok' if fine else 'FAULT'} {status}, {time.monotonic() - began:.1f} s"
+        print(f"{verdict}  {line}\n    {said[-1]}", flush=True)
+    return faults
 
 
 if __name__ == "__main__":
-    faults = 0
-    hub = type("Hub", (http.server.BaseHTTPRequestHandler,), _NOTHING)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), EmptyHub)
+    hub = _FORK.Process(target=server.serve_forever, daemon=True)
+    hub.start()
     with tempfile.TemporaryDirectory() as made:
-        write_files(Path(made))
-        for line, wanted in {**WORKS, **REFUSED}.items():
-            if " ".join(sys.argv[1:]) not in line:
-                continue
-            status, output = run(line, Path(made), f"http://127.0.0.1:{server.server_port}")
-            end = output if line in WORKS else output[output.rfind("Error: ") :].strip()
-            fine = status == (0 if line in WORKS else 2) and wanted in end
-            fine = fine and "Traceback (most" not in output and (line in WORKS or "\n" not in end)
-            said = (
-                [each for each in end.splitlines() if wanted in each] if fine else [output[-900:]]
-            )
-            faults += not fine
-            print(f"{'ok' if fine else 'FAULT'} {status}  {line}\n    {said[-1]}", flush=True)
+        os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+        os.environ["HF_HOME"] = f"{made}/hf"
+        server.server_close()
+        import roundpipe_commands
+        import roundpipe_lightning as rl
+        from roundpipe_lightning.cli.checkpoints import chat
+
+        for each in _PROGRAMS:
+            importlib.import_module(f"roundpipe_lightning.cli.{each}")
+        writer = _FORK.Process(target=write_files, args=(Path(made),))
+        writer.start()
+        writer.join()
+        faults = play(Path(made), hub, " ".join(sys.argv[1:]))
     print(f"{faults} faults")
     sys.exit(int(faults > 0))

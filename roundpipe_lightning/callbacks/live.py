@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
+from roundpipe_lightning.callbacks.listening import Listening
 from roundpipe_lightning.callbacks.monitor import PipelineMonitor, peak_host_bytes
 from roundpipe_lightning.planning.report.description import size_text
 from roundpipe_lightning.planning.report.progress import WorkerState
@@ -33,7 +34,7 @@ _FIGURES = {
 }
 
 
-class LiveView(ProgressBar):
+class LiveView(Listening, ProgressBar):
     """Shows workers, queues, memory, speed and loss while a training runs, in place of a bar.
 
     A thread of its own draws it, from what is there: no step waits for it. What is printed and
@@ -70,16 +71,9 @@ class LiveView(ProgressBar):
     def is_shown(self) -> bool:
         return self._live is not None
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit" and isinstance(trainer.strategy, RoundPipeStrategy):
-            trainer.strategy.plan_listeners.append(self._take)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stop()
-        listeners: list[Any] = getattr(trainer.strategy, "plan_listeners", [])
-        if self._take in listeners:
-            listeners.remove(self._take)
+        super().teardown(trainer, pl_module, stage)
 
     def _take(self, event: PlanEvent) -> None:
         memory = event.description.memory

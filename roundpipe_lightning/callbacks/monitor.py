@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
+from roundpipe_lightning.callbacks.listening import Listening
 from roundpipe_lightning.callbacks.window import MeasuredBatch, Window
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.batch_sizes import count_batch
@@ -33,7 +34,7 @@ _IN_PROGRESS_BAR = {
 }
 
 
-class PipelineMonitor(Callback):
+class PipelineMonitor(Listening):
     """Logs how fast a training is, and what keeps it from being faster.
 
     Every logger of the Trainer has the figures, under `roundpipe/`; docs/monitoring.md defines each
@@ -51,6 +52,8 @@ class PipelineMonitor(Callback):
     Raises:
         ConfigurationError: `every_n_steps` is less than 1.
     """
+
+    _hears_of = "step_listeners"
 
     def __init__(
         self,
@@ -96,17 +99,6 @@ class PipelineMonitor(Callback):
         return total.figures()
 
     # --- when things happen -----------------------------------------------------------------------
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Register `_take` with the strategy. An earlier fit may have failed before teardown."""
-        self.teardown(trainer, pl_module, stage)
-        if stage == "fit" and isinstance(trainer.strategy, RoundPipeStrategy):
-            trainer.strategy.step_listeners.append(self._take)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        listeners: list[Any] = getattr(trainer.strategy, "step_listeners", [])
-        if self._take in listeners:
-            listeners.remove(self._take)
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Begin anew: an earlier fit says nothing."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.callbacks.listening import Listening
 from roundpipe_lightning.planning.report.description import (
     count_text,
     machine_line,
@@ -17,10 +16,9 @@ from roundpipe_lightning.planning.report.description import (
 )
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy.planning.planned import PlanEvent
-from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 
-class PlanReport(Callback):
+class PlanReport(Listening):
     """Prints what is planned before the first step runs, and again when the plan changes.
 
     Stages, teams, rounds and microbatches; what device and host need of their memory, by kind,
@@ -34,35 +32,20 @@ class PlanReport(Callback):
         texts: What has been written in this fit, the first first.
     """
 
+    _needs_roundpipe = True
+
     def __init__(self, *, write: Callable[[str], object] | None = None) -> None:
         self._write = write or rank_zero_info
         self._precision = ""
         self.texts: list[str] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Register `_report` with the strategy.
-
-        Raises:
-            ConfigurationError: The strategy is not roundpipe's, which alone has a plan.
-        """
-        strategy = trainer.strategy
-        if not isinstance(strategy, RoundPipeStrategy):
-            raise ConfigurationError(
-                f"PlanReport needs Trainer(strategy='roundpipe'), found "
-                f"{type(strategy).__name__}. Leave the callback out, or change the strategy."
-            )
-        self.teardown(trainer, pl_module, stage)  # an earlier run may have failed before its own
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.texts = []
-            self._precision = strategy.precision_plugin.precision
-            strategy.plan_listeners.append(self._report)
+            self._precision = str(trainer.precision)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        listeners: list[Any] = getattr(trainer.strategy, "plan_listeners", [])
-        if self._report in listeners:
-            listeners.remove(self._report)
-
-    def _report(self, event: PlanEvent) -> None:
+    def _take(self, event: PlanEvent) -> None:
         if event.replaced is not None:
             lines = _change_lines(event, event.replaced)
         elif self.texts:

@@ -7,16 +7,17 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
+from roundpipe_lightning.callbacks.listening import Listening
 from roundpipe_lightning.callbacks.monitor import PipelineMonitor, peak_host_bytes
 from roundpipe_lightning.callbacks.timeline import PipelineTimeline
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.cost.device_memory import MemoryNeed
 from roundpipe_lightning.planning.report.description import PlanDescription, size_text
+from roundpipe_lightning.planning.report.picture import write_picture
 from roundpipe_lightning.planning.report.step_record import IdleCause
 from roundpipe_lightning.strategy.planning.planned import PlanEvent
-from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 _WIDTH, _HEIGHT = 720, 240
 _MOST_POINTS = 1000
@@ -28,8 +29,8 @@ pre{background:#f1f3f5;padding:.8rem;white-space:pre-wrap}
 """
 
 
-class RunReport(Callback):
-    """Writes `report.html` and `loss.svg` when a training ends, also early.
+class RunReport(Listening):
+    """Writes `report.html`, `loss.svg` and `loss.png` when a training ends, also early.
 
     What a `PipelineMonitor` and a `PipelineTimeline` among the Trainer's callbacks have measured is
     in the report, beside the plan and its predictions. Another strategy than roundpipe's has
@@ -44,17 +45,6 @@ class RunReport(Callback):
         self._losses: list[tuple[int, float]] = []
         self._plan: PlanDescription | None = None
         self._assumed_rates = False
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Register `_take` with the strategy. An earlier fit may have failed before teardown."""
-        self.teardown(trainer, pl_module, stage)
-        if stage == "fit" and isinstance(trainer.strategy, RoundPipeStrategy):
-            trainer.strategy.plan_listeners.append(self._take)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        listeners: list[Any] = getattr(trainer.strategy, "plan_listeners", [])
-        if self._take in listeners:
-            listeners.remove(self._take)
 
     def on_train_start(self, *_: Any) -> None:
         """Forget an earlier training, but not a plan: the first one may have been made already."""
@@ -85,7 +75,7 @@ class RunReport(Callback):
         if not self._losses or not trainer.is_global_zero:
             return
         folder = self._dirpath or Path(trainer.log_dir or trainer.default_root_dir)
-        write_text(folder / "loss.svg", loss_svg(self._losses))
+        write_picture(folder / "loss.svg", loss_svg(self._losses))
         write_text(folder / "report.html", "".join(self._page(trainer)))
 
     def _page(self, trainer: Trainer) -> Iterator[str]:
@@ -127,7 +117,7 @@ class RunReport(Callback):
         if rows:
             yield "<h2>Plan against measurement</h2><table><tr><th><th>planned<th>measured</tr>"
             for name, *values in rows:
-                cells = ("-" if value is None else f"{value:,.4g}" for value in values)
+                cells = ("-" if value is None else _number(value) for value in values)
                 yield f"<tr><td>{name}<td>{'<td>'.join(cells)}</tr>"
             rates = "at rates that are assumed" if self._assumed_rates else "before the first step"
             yield f"</table><p>Planned {rates}.</p>"
@@ -144,6 +134,11 @@ class RunReport(Callback):
             measured = "" if peak is None else f"; measured at most {size_text(peak)}"
             total = f"{size_text(need.total_bytes)} of {size_text(need.available_bytes)}"
             yield f"<h3>{escape(need.place)}: {total}{measured}</h3>{_kinds(need)}"
+
+
+def _number(value: float) -> str:
+    """Four digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _kinds(need: MemoryNeed) -> str:

@@ -7,12 +7,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
+from roundpipe_lightning.callbacks.listening import Listening
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, StageCosts
 from roundpipe_lightning.planning.cost.simulate import simulate
+from roundpipe_lightning.planning.report.picture import write_picture
 from roundpipe_lightning.planning.report.render import render_svg, render_trace
 from roundpipe_lightning.planning.report.step_record import StepRecord, idle_seconds
 from roundpipe_lightning.planning.schedule.plan import Plan
@@ -24,7 +26,7 @@ _NUM_WARMUP_STEPS = 3
 _NUM_DEFAULT_STEPS = 5
 
 
-class PipelineTimeline(Callback):
+class PipelineTimeline(Listening):
     """Records when every action of chosen steps ran, and what the plan makes of the same durations.
 
     The prediction is the plan's schedule, simulated with the median of the measured durations of
@@ -33,8 +35,8 @@ class PipelineTimeline(Callback):
     At the end of training (also of one that was interrupted) it writes into `dirpath`
 
     - `timeline.json`: the prediction and every recorded step, for ui.perfetto.dev;
-    - `timeline.svg`: the prediction above the recorded step of median duration, a row per worker,
-      with the idle share of both and its parts.
+    - `timeline.svg`, `timeline.png`: the prediction above the recorded step of median duration, a
+      row per worker, with the idle share of both and its parts.
 
     Args:
         dirpath: Where to; None is the logger's folder, or the Trainer's default folder.
@@ -45,6 +47,9 @@ class PipelineTimeline(Callback):
     Raises:
         ConfigurationError: A step is negative.
     """
+
+    _hears_of = "step_listeners"
+    _needs_roundpipe = True
 
     def __init__(
         self, dirpath: str | Path | None = None, *, steps: Sequence[int] | None = None
@@ -103,32 +108,15 @@ class PipelineTimeline(Callback):
         return median(shares) if shares else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Register for the strategy's step records; forget those of an earlier training.
-
-        Raises:
-            ConfigurationError: The strategy is not roundpipe's, which alone has a timeline.
-        """
-        strategy = trainer.strategy
-        if not isinstance(strategy, RoundPipeStrategy):
-            raise ConfigurationError(
-                f"PipelineTimeline needs Trainer(strategy='roundpipe'), found "
-                f"{type(strategy).__name__}. Leave the callback out, or change the strategy."
-            )
-        self._strategy = strategy
-        self.teardown(trainer, pl_module, stage)  # an earlier fit may have failed before its own
-        if stage == "fit":
-            strategy.step_listeners.append(self._keep)
-            self._forget()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        if self._strategy is not None and self._keep in self._strategy.step_listeners:
-            self._strategy.step_listeners.remove(self._keep)
+        super().setup(trainer, pl_module, stage)
+        assert isinstance(trainer.strategy, RoundPipeStrategy), "others are refused"
+        self._strategy = trainer.strategy
 
     def on_train_start(self, *_: Any) -> None:
         """Forget steps from before the training: those of a search for the learning rate."""
         self._forget()
 
-    def _keep(self, record: StepRecord) -> None:
+    def _take(self, record: StepRecord) -> None:
         assert self._strategy is not None, "the strategy calls this"
         number, self._num_batches = self._num_batches, self._num_batches + 1
         if record.plan != self._strategy.plan:
@@ -161,7 +149,7 @@ class PipelineTimeline(Callback):
         folder = self._dirpath or Path(trainer.log_dir or trainer.default_root_dir)
         titles = {f"measured, batch {number}": measured[number] for number in sorted(measured)}
         write_text(folder / "timeline.json", render_trace({"predicted": predicted, **titles}))
-        write_text(folder / "timeline.svg", picture)
+        write_picture(folder / "timeline.svg", picture)
 
     def picture(self) -> str | None:
         """The prediction above the typical recorded step, as SVG; None before a step."""

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ RUN_FILES = {
     ".hydra/config.yaml",
     ".hydra/hydra.yaml",
     ".hydra/overrides.yaml",
+    *(["timeline.png", "loss.png"] if find_spec("PIL") else []),
 }
 
 

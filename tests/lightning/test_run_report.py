@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -13,6 +14,7 @@ import pytest
 
 from roundpipe_lightning import PipelineMonitor, PipelineTimeline, RoundPipeStrategy, RunReport
 from roundpipe_lightning.callbacks.report import loss_svg
+from roundpipe_lightning.planning.report.picture import write_picture
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -72,6 +74,26 @@ def test_losses_of_any_number(losses: list[tuple[int, float]], points: int) -> N
     drawn = lines[0].attrib["points"].split()
     assert len(drawn) == points
     assert all(20 <= float(point.split(",")[1]) <= 200 for point in drawn)
+
+
+@pytest.mark.parametrize("losses", [[(1, 2.0)], [(1, float("nan"))], [(1, 3.0), (2, 1.0)]])
+def test_the_png_has_the_drawing(losses: list[tuple[int, float]], tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    write_picture(tmp_path / "loss.svg", loss_svg(losses))
+    with image.open(tmp_path / "loss.png") as drawn:
+        assert drawn.size == (1440, 480)
+        colours = {colour for _, colour in drawn.getcolors(4096)}
+        assert (255, 255, 255) in colours
+        assert ((28, 126, 214) in colours) == (len(losses) == 2)  # the line
+
+
+def test_without_pillow_there_is_the_svg_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    write_picture(tmp_path / "loss.svg", loss_svg([(1, 2.0)]))
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.svg"]
+    assert "pip install pillow" in caplog.text
 
 
 @pytest.mark.soak
