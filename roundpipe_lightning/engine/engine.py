@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,6 +88,7 @@ class Engine:
         upload_dtype: What trained matrices of blocks are cast to on the host before they are
             uploaded (`store/upload_copies.py`), where anything is; None: they are not.
         trust_rows: Whether blocks run on pieces of a batch without a check of its rows.
+        apart: Modules that are used as they are, and not through views (metrics).
 
     Raises:
         PlanError: If the plan does not fit the stack or the number of devices.
@@ -106,6 +107,7 @@ class Engine:
         compiler: BlockCompiler | None = None,
         upload_dtype: torch.dtype | None = None,
         trust_rows: bool = False,
+        apart: Iterable[nn.Module] = (),
     ) -> None:
         self._module = module
         moves = any(not device.shares_host_memory for device in devices)
@@ -124,7 +126,7 @@ class Engine:
         self._timeout_seconds = timeout_seconds
         self._check_plan(plan)
         self._random_lock = threading.Lock()
-        self._classes = ViewClasses()
+        self._classes = ViewClasses(apart)
         self.forms = CallForms(trusts_rows=trust_rows)
         self._plans = PreparedPlans(self.chain)
         self._num_steps = 0
@@ -338,8 +340,6 @@ class Engine:
         call: Callable[[Any, Any], Any],
         batch: Any,
         *,
-        overrides: Mapping[str, Any] | None = None,
-        stand_ins: Mapping[nn.Module, nn.Module] | None = None,
         outside: Outside | None = None,
     ) -> Any:
         """Run user code forward only, on the whole batch, in the calling thread.
@@ -347,7 +347,6 @@ class Engine:
         Args:
             call: Takes a view of the module and the batch.
             batch: On the host.
-            stand_ins: Modules that are something else in the view.
             outside: Asked before each torch function of the user's code outside the blocks.
 
         Returns:
@@ -369,9 +368,7 @@ class Engine:
         try:
             stage_runs = self._plans.prepared(self._plan).stage_runs(backward=False)
             transfers.begin(stage_runs, is_planned=False)
-            result = evaluation.evaluate(
-                call, batch, overrides=overrides or {}, stand_ins=stand_ins or {}
-            )
+            result = evaluation.evaluate(call, batch)
             succeeded = True
         except StepAborted:
             failed = transfers.take_error()

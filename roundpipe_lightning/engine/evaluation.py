@@ -8,7 +8,7 @@ uploaded for its call to the worker of the stage before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -84,25 +84,13 @@ class Evaluation:
         self.worker.end_forward(self.stage)
         self._user.write_buffers_back()
 
-    def evaluate(
-        self,
-        call: Callable[[Any, Any], Any],
-        batch: Any,
-        *,
-        overrides: Mapping[str, Any],
-        stand_ins: Mapping[nn.Module, nn.Module],
-    ) -> Any:
+    def evaluate(self, call: Callable[[Any, Any], Any], batch: Any) -> Any:
         """Run the user's code; arguments as of `Engine.evaluate`. Its output is on the host."""
         user = self._user
         try:
             self._go_to(0)
             with self.worker.device.thread_context(), user, memory_explained(self._shortage):
-                view = user.open_view(
-                    self._names,
-                    called=self._block_called,
-                    overrides=overrides,
-                    stand_ins=stand_ins,
-                )
+                view = user.open_view(self._names, called=self._block_called)
                 here = map_tensors(self.worker.device.upload, batch)
                 with user.active():
                     output = call(view, here)

@@ -18,7 +18,7 @@ backward    upload 1, run 1 again, gradients down, drop    upload 0, run 0 again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
@@ -46,16 +46,24 @@ class ManualStep:
 
     Args:
         blocks: What is on the device only while it runs.
+        apart: As of `Engine`.
     """
 
-    def __init__(self, module: nn.Module, *, blocks: Sequence[nn.Module], device: Device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        blocks: Sequence[nn.Module],
+        device: Device,
+        apart: Iterable[nn.Module] = (),
+    ) -> None:
         self._module = module
         self._blocks = blocks
         self.device = device
         self.meeting = _MeetingPlace(module, device)
         self.buffers = PlacedBuffers(device, keep_writes=True)
         self.proxies: dict[nn.Module, Any] = {}
-        self._classes = ViewClasses()
+        self._classes = ViewClasses(apart)
         self._maker = self.new_maker(self.buffers.place, write=write_through)
 
     def new_maker(self, buffer: Callable[[Tensor], Tensor], *, write: Write) -> ViewMaker:
@@ -67,14 +75,7 @@ class ManualStep:
         views = {m: self._maker.view_of(m) for m in block.modules() if m.__dict__["_buffers"]}
         return self.buffers.watched(views)
 
-    def run_step(
-        self,
-        call: Callable[[Any, Any], Any],
-        batch: Any,
-        *,
-        overrides: Mapping[str, Any],
-        stand_ins: Mapping[nn.Module, nn.Module],
-    ) -> Any:
+    def run_step(self, call: Callable[[Any, Any], Any], batch: Any) -> Any:
         """Run the user's code on the full batch; arguments as of `Engine.evaluate`.
 
         Returns:
@@ -83,7 +84,6 @@ class ManualStep:
         device, maker = self.device, self._maker
         try:
             with device.activate(), device.thread_context():
-                maker.add_stand_ins(stand_ins)
                 self.proxies = {
                     block: make_proxy(
                         block, maker=maker, classes=self._classes, called=self._block_called
@@ -92,7 +92,6 @@ class ManualStep:
                 }
                 maker.add_stand_ins(self.proxies)
                 view = root_view(self._module, maker, lambda: device.torch_device)
-                view.__dict__.update(overrides)
                 here = map_tensors(device.upload, batch)
                 with self.meeting:
                     output = call(view, here)

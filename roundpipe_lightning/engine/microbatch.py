@@ -72,9 +72,6 @@ class StepOptions(TypedDict, total=False):
     first_microbatch: int
     # entered in every thread, for thread-local state such as autocast
     thread_context: Callable[[], AbstractContextManager[Any]]
-    # attributes of a microbatch's root view, by its index
-    overrides: Callable[[int], Mapping[str, Any]]
-    stand_ins: Mapping[nn.Module, nn.Module]  # modules that are something else in every view
     # asked, in every microbatch's thread, before each torch function of the user's code outside the
     # blocks; it may answer in the function's place
     outside: Outside | None
@@ -101,8 +98,6 @@ class StepContext:
     step_seed: int = field(default_factory=lambda: int(torch.randint(0, 2**62, (), device="cpu")))
     first_microbatch: int = 0
     thread_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    overrides: Callable[[int], Mapping[str, Any]] = lambda index: {}
-    stand_ins: Mapping[nn.Module, nn.Module] = field(default_factory=dict)
     may_write: bool | None = None  # as of `UserCode`
     outside: Outside | None = None
     writes_nothing: bool = False
@@ -257,12 +252,8 @@ class Microbatch:
 
     def _run_user_code(self, forward: ForwardPass) -> Any:
         context, user, turns = self._context, self.user, self.turns
-        view = user.open_view(
-            [block for stack in context.stacks for block in stack.blocks],
-            called=forward.call_block,
-            overrides=context.overrides(self._index),
-            stand_ins=context.stand_ins,
-        )
+        blocks = [block for stack in context.stacks for block in stack.blocks]
+        view = user.open_view(blocks, called=forward.call_block)
         with user.suspended():
             batch = map_tensors(turns.worker.upload, self._batch)
         with user.active():

@@ -19,6 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loops.evaluation_loop import RestartStage as _ValidationStage
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as _RestartStage
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
@@ -30,6 +31,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 ResultMetric = _ResultMetric
@@ -51,6 +53,13 @@ def is_accumulating(trainer: Trainer) -> bool:
 
 def detects_anomalies(trainer: Trainer) -> bool:
     return bool(trainer._detect_anomaly)
+
+
+def check_output(output: Any) -> None:
+    """Refuse what automatic optimization refuses, in its words (MisconfigurationException)."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        ClosureResult.from_training_step_output(output)
 
 
 def syncs_batchnorm(strategy: Strategy) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Number
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
@@ -69,6 +69,7 @@ def host_log(
         into: Gets what is to be a mean, which `log_means` takes over all hosts.
         syncs: Whether other hosts have parts of the batch: Lightning reduces over them then.
     """
+    own = module.log
 
     def log(name: str, value: Any, *args: Any, **arguments: Any) -> None:
         if syncs and not isinstance(value, Metric):
@@ -87,7 +88,7 @@ def host_log(
             value = value.detach().cpu()
         elif isinstance(value, Metric):
             value.to("cpu")  # Lightning moves its own values to where a metric is
-        module.log(name, value, *args, **arguments)
+        own(name, value, *args, **arguments)
 
     return log
 
@@ -107,19 +108,11 @@ def log_into(calls: list[LogCall]) -> Callable[..., None]:
 
 
 @contextmanager
-def own_log_refused(module: LightningModule) -> Iterator[None]:
-    """Refuse calls of the module's own `log`: from microbatches they would come at the same time.
-
-    A function that was put onto the module, such as `module.training_step = wrapped`, knows the
-    module and not a microbatch's view of it.
-    """
-
-    def refuse(name: str, *_: Any, **__: Any) -> NoReturn:
-        raise StepModeError(f"{name!r} is logged not through training_step's own `self`")
-
+def log_replaced(module: LightningModule, log: Callable[..., None]) -> Iterator[None]:
+    """Let `module.log` be another function, in views that are made meanwhile, too."""
     attributes = vars(module)
     before = {"log": attributes["log"]} if "log" in attributes else {}
-    attributes["log"] = refuse
+    attributes["log"] = log
     try:
         yield
     finally:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NoReturn
 
 import torch
@@ -52,41 +52,28 @@ class LentMetrics:
             if devices != {"cpu"}:
                 metric.to("cpu")
 
-    @contextmanager
-    def lent(self) -> Iterator[Mapping[nn.Module, nn.Module]]:
-        """Let metrics follow their arguments during one step on the whole batch.
+    @property
+    def metrics(self) -> Sequence[nn.Module]:
+        return [metric for _, metric in self._roots]
 
-        Yields:
-            Them, each standing for itself: they are not part of a view.
-        """
-        metrics = {metric: metric for _, metric in self._roots}
-        if self._in_place:
-            yield metrics
-            return
-        parts = [part for metric in metrics for part in _parts(metric)]
+    @contextmanager
+    def lent(self, *, is_whole: bool = True) -> Iterator[None]:
+        """Let metrics follow their arguments in a step on the whole batch; refuse others."""
+        parts = [(name, part) for name, metric in self._roots for part in _parts(metric)]
+        if self._in_place and is_whole:
+            parts = []
         with _unseen_explained():
-            undo = [_follow_arguments(part) for part in parts]
+            do: Callable[..., None] = _follow
+            if not is_whole:
+                do = _refuse
+            undo = [_before_use(part, partial(do, name, part)) for name, part in parts]
             try:
-                yield metrics
+                yield
             finally:
                 for end in undo:
                     end()
-                for part in parts:
+                for _, part in parts:
                     _bring_to_host(part)
-
-    def refused(self) -> Mapping[nn.Module, nn.Module]:
-        return {metric: _RefusedMetric(name) for name, metric in self._roots}
-
-
-class _RefusedMetric(nn.Module):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def forward(self, *_: Any, **__: Any) -> NoReturn:
-        raise StepModeError(f"training_step uses the metric {self._name!r}")
-
-    update = compute = reset = forward
 
 
 def _metric_roots(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -101,32 +88,38 @@ def _parts(metric: nn.Module) -> list[Metric]:
     return [part for part in metric.modules() if isinstance(part, Metric)]
 
 
-def _follow_arguments(metric: Metric) -> Callable[[], None]:
-    """Have a metric compute where its arguments are, until what is returned is called.
+def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise StepModeError(f"training_step uses the metric {name!r}")
+
+
+def _follow(_: str, metric: Metric, arguments: Any, *, lists: bool) -> None:
+    """Let a metric compute where its arguments are.
 
     Elements of list states stay where they are until something is computed from them.
     """
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    device = tensors[0].device if tensors else metric.device
+    if lists or device != metric.device:
+        _move(metric, device, lists=lists)
 
-    def place(arguments: Any, *, lists: bool) -> None:
-        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        device = tensors[0].device if tensors else metric.device
-        if lists or device != metric.device:
-            _move(metric, device, lists=lists)
 
-    def placed(method: Callable[..., Any], *, lists: bool) -> Callable[..., Any]:
+def _before_use(metric: Metric, do: Callable[..., None]) -> Callable[[], None]:
+    """Have something done before a metric is used, until what is returned is called."""
+
+    def after(method: Callable[..., Any], *, lists: bool) -> Callable[..., Any]:
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            place((args, kwargs), lists=lists)
+            do((args, kwargs), lists=lists)
             return method(*args, **kwargs)
 
         return call
 
     methods = {name: vars(metric)[name] for name in ("update", "compute")}
     for name, method in methods.items():
-        vars(metric)[name] = placed(method, lists=name == "compute")
+        vars(metric)[name] = after(method, lists=name == "compute")
     # `forward` is the class's: a copy of the metric that is made meanwhile keeps its own.
     handle = metric.register_forward_pre_hook(
-        lambda _, args, kwargs: place((args, kwargs), lists=False), with_kwargs=True
+        lambda _, args, kwargs: do((args, kwargs), lists=False), with_kwargs=True
     )
 
     def end() -> None:

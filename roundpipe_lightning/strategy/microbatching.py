@@ -316,6 +316,11 @@ class MicrobatchedBatch:
         """Called in the thread of a part, before its step."""
         self._thread.index = index
 
+    @property
+    def part(self) -> int:
+        """The part in whose thread this is asked; the first one in a thread of none."""
+        return getattr(self._thread, "index", 0)
+
     def check(self, index: int, output: Any) -> None:
         """Called in the thread of a part after its step, before its backward pass.
 

@@ -40,8 +40,8 @@ from roundpipe_lightning.strategy.logging import (
     host_log,
     log_into,
     log_means,
+    log_replaced,
     logged_from,
-    own_log_refused,
 )
 from roundpipe_lightning.strategy.metrics import LentMetrics
 from roundpipe_lightning.strategy.microbatching import MicrobatchedBatch, ModeChoice
@@ -51,7 +51,6 @@ from roundpipe_lightning.strategy.planning.planned import PlanEvent, Planned
 from roundpipe_lightning.strategy.planning.planner import StepPlanner
 from roundpipe_lightning.strategy.step import (
     InFlightBatch,
-    check_output,
     device_generators_seeded,
     loss_of_batch,
 )
@@ -208,6 +207,7 @@ class PipelineRuntime:
             compiler=self.compiler,
             upload_dtype=self._upload_dtype,
             trust_rows=self._options.trust_rows,
+            apart=self._metrics.metrics,
         )
         with torch.inference_mode(mode=False):  # else the parameters could not be trained
             self._engine = engine.__enter__()
@@ -392,20 +392,24 @@ class PipelineRuntime:
         def call(view: Any, part: Any, index: int) -> Any:  # in the part's thread
             cut.begin(index)
             output = step_of(view, part)
-            check_output(output)
+            compat.check_output(output)
             cut.check(index, output)
             return output if is_one else {"loss": loss_of(output), "logged": calls[index]}
 
         seed = mix(torch.initial_seed(), self._batch_number)
+        logs = list(map(log_into, calls))
+        if is_one:
+            into = None if hosts is None else calls[0]
+            logs = [host_log(self._module, into=into, syncs=hosts is not None)]
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            logs[cut.part](*args, **kwargs)
+
         with (
-            self._metrics.lent() if is_one else nullcontext(self._metrics.refused()) as stand_ins,
+            self._metrics.lent(is_whole=is_one),
             nullcontext() if hosts is None else own_draws(hosts, self._batch_number),
-            nullcontext() if is_one else own_log_refused(self._module),
+            log_replaced(self._module, log),
         ):
-            logs = list(map(log_into, calls))
-            if is_one:
-                into = None if hosts is None else calls[0]
-                logs = [host_log(self._module, into=into, syncs=hosts is not None)]
             first = 0  # a host has as many microbatches as its part of the batch gives
             if hosts is not None:
                 first = sum(hosts.control.objects(cut.num_microbatches)[: hosts.rank])
@@ -419,8 +423,6 @@ class PipelineRuntime:
                 step_seed=seed,
                 first_microbatch=first,
                 thread_context=self._precision.thread_context,
-                overrides=lambda index: {"log": logs[index]},
-                stand_ins=stand_ins,
                 outside=cut.outside,
                 writes_nothing=cut.is_proven,
             )
@@ -584,13 +586,13 @@ class PipelineRuntime:
         device = engine.workers[0].device
         call = self._step_of("training_step", arguments)
         blocks = [block for stack in engine.stacks for block in stack.blocks]
+        step = ManualStep(self._module, blocks=blocks, device=device, apart=self._metrics.metrics)
         with (
-            self._metrics.lent() as stand_ins,
+            self._metrics.lent(),
             device_generators_seeded(device, self._batch_number),
+            log_replaced(self._module, host_log(self._module)),
         ):
-            output: STEP_OUTPUT = ManualStep(self._module, blocks=blocks, device=device).run_step(
-                call, batch, overrides={"log": host_log(self._module)}, stand_ins=stand_ins
-            )
+            output: STEP_OUTPUT = step.run_step(call, batch)
         return output
 
     def evaluate(self, step_name: str, batch: Any, *arguments: Any) -> Any:
@@ -605,14 +607,10 @@ class PipelineRuntime:
         with self._newest():
             self._cast_again()
             engine = self._open_engine()
-            with self._metrics.lent() as stand_ins:
-                return engine.evaluate(
-                    self._step_of(step_name, arguments),
-                    batch,
-                    overrides={"log": host_log(self._module, syncs=self.hosts is not None)},
-                    stand_ins=stand_ins,
-                    outside=self._fusion,
-                )
+            log = host_log(self._module, syncs=self.hosts is not None)
+            with self._metrics.lent(), log_replaced(self._module, log):
+                call = self._step_of(step_name, arguments)
+                return engine.evaluate(call, batch, outside=self._fusion)
 
     def _step_of(
         self, step_name: str, arguments: Sequence[Any], *, is_one: bool = True

@@ -34,7 +34,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
@@ -291,37 +290,15 @@ def device_generators_seeded(device: Device, batch_number: int) -> Iterator[None
 # What comes out ----------------------------------------------------------------------------------
 
 
-def check_output(output: object) -> None:
-    """Refuse what Lightning's automatic optimization refuses, in its words.
-
-    Raises:
-        MisconfigurationException: A training step has returned something else than a loss.
-    """
-    if isinstance(output, Mapping):
-        if output.get("loss") is None:
-            raise MisconfigurationException(
-                "In automatic_optimization, when `training_step` returns a dict, the 'loss' key "
-                "needs to be present"
-            )
-    elif not (output is None or isinstance(output, Tensor)):
-        raise MisconfigurationException(
-            "In automatic optimization, `training_step` must return a Tensor, a dict, or None "
-            "(where the step will be skipped)."
-        )
-
-
 def loss_of_batch(losses: Sequence[Tensor | None], shares: Sequence[float]) -> Tensor | None:
     """Weigh the microbatches' losses into the batch's; those that returned None count as zero.
 
     Returns:
         A host scalar of at least float32 precision, or None if no microbatch returned a loss.
     """
-    present = [
-        (loss, share) for loss, share in zip(losses, shares, strict=True) if loss is not None
-    ]
-    if not present:
+    first = next((loss for loss in losses if loss is not None), None)
+    if first is None:
         return None
-    weights = [share for _, share in present]
-    mean: Tensor = weighted_mean([loss for loss, _ in present], weights=weights)
-    mean = mean.to(torch.promote_types(mean.dtype, torch.float32))
-    return mean if len(present) == len(losses) else mean * sum(weights)
+    values = [torch.zeros_like(first) if loss is None else loss for loss in losses]
+    mean: Tensor = weighted_mean(values, weights=shares)
+    return mean.to(torch.promote_types(mean.dtype, torch.float32))

@@ -287,9 +287,15 @@ def put(view: Any, name: str, value: Any) -> Any:
 
 
 class ViewClasses:
-    """Makes the classes of views, each once."""
+    """Makes the classes of views, each once.
 
-    def __init__(self) -> None:
+    Args:
+        apart: Modules that have no view: they stand for themselves.
+    """
+
+    def __init__(self, apart: Iterable[nn.Module] = ()) -> None:
+        # By identity: the hash of a metric changes with its state.
+        self.apart = {id(module): module for module in apart}
         self._made: dict[tuple[type, ...], type] = {}
         self._swap_lock = threading.RLock()
         self._held = threading.local()  # `depth`: how often this thread holds the lock
@@ -385,7 +391,6 @@ class ViewMaker:
         self._parameter = parameter
         self._buffer = buffer
         self._classes = classes
-        # By identity: the hash of a metric changes with its state. The original is kept alive.
         self._stand_ins: dict[int, tuple[nn.Module, nn.Module]] = {}
         self._to_stand_in: dict[int, Callable[[], nn.Module]] = {}
         self.made: dict[nn.Module, nn.Module] = {}
@@ -408,6 +413,8 @@ class ViewMaker:
             self._stand_ins[key] = (module, self._to_stand_in.pop(key)())
         if key in self._stand_ins:
             return self._stand_ins[key][1]
+        if key in self._classes.apart:
+            return module
         if module not in self.made:
             view: Any = object.__new__(self._classes.class_for(type(module), *extra))
             self.made[module] = view

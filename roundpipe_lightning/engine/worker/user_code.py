@@ -14,7 +14,7 @@ function that was written for one device. `UserCode` makes this invisible:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodWrapperType
 from typing import Any, TypeAlias
@@ -137,24 +137,14 @@ class UserCode(TorchFunctionMode):
 
     # ------------------------------------------------------------------------------------ views
 
-    def open_view(
-        self,
-        blocks: Iterable[nn.Module],
-        *,
-        called: Called,
-        overrides: Mapping[str, Any],
-        stand_ins: Mapping[nn.Module, nn.Module],
-    ) -> nn.Module:
+    def open_view(self, blocks: Iterable[nn.Module], *, called: Called) -> nn.Module:
         """Make the view of the module, in which blocks are proxies that call `called`."""
-        self.maker.add_stand_ins(stand_ins)
         self.maker.add_later(
             blocks,
             lambda block: make_proxy(block, maker=self.maker, classes=self._classes, called=called),
         )
         present = self._worker  # until `close`
-        view = root_view(self._module, self.maker, lambda: present().device.torch_device)
-        view.__dict__.update(overrides)
-        return view
+        return root_view(self._module, self.maker, lambda: present().device.torch_device)
 
     def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
         worker = self._worker()

@@ -134,7 +134,7 @@ def prove(
     before = random_state()
     try:
         with alone():
-            replaced = list(_replaced(module, _NoMetric))
+            replaced = list(_replaced(module, proves=True))
             copy = MetaCopy(module, settings=_settings(module), replaced=replaced)
             forwards += [copy.module_copy(block).forward for block in blocks]
             num_rows = len(next(tensors_in(batch), ()))
@@ -169,17 +169,13 @@ def _settings(module: LightningModule) -> Mapping[str, Any]:
     }
 
 
-def _replaced(
-    module: LightningModule, metric: Callable[[], nn.Module] | None = None
-) -> Iterator[tuple[object, object]]:
+def _replaced(module: LightningModule, *, proves: bool = False) -> Iterator[tuple[object, object]]:
     yield module.trainer, _ReadOnlyTrainer(module.trainer)
     for child in module.modules():
-        if metric is not None and isinstance(child, Metric | MetricCollection):
-            yield child, metric()
-        elif isinstance(child, MetricCollection):
+        if isinstance(child, MetricCollection) and not proves:
             yield child, MetricCollection([])
-        elif isinstance(child, Metric):
-            yield child, SilentMetric()
+        elif isinstance(child, Metric | MetricCollection):
+            yield child, SilentMetric(ends_proof=proves)
 
 
 class _ReadOnlyTrainer:
@@ -199,25 +195,19 @@ class _ReadOnlyTrainer:
 
 
 class SilentMetric(nn.Module):
-    """Takes whatever a metric takes, keeps nothing and gives a number."""
+    """Takes whatever a metric takes, keeps nothing and gives a number.
+
+    Args:
+        ends_proof: Whether its use does: a metric of microbatches keeps something else.
+    """
+
+    def __init__(self, *, ends_proof: bool = False) -> None:
+        super().__init__()
+        self._ends_proof = ends_proof
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
+        if self._ends_proof:
+            raise Unproven("it uses a metric")
         return torch.zeros((), device="meta")
-
-    def compute(self) -> Tensor:
-        return torch.zeros((), device="meta")
-
-    def update(self, *_: Any, **__: Any) -> None:
-        """Keep nothing."""
-
-    def reset(self) -> None:
-        """There is nothing to forget."""
-
-
-class _NoMetric(nn.Module):
-    """Ends a proof: what a metric keeps of microbatches is not what it keeps of the batch."""
-
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        raise Unproven("it uses a metric")
 
     compute = update = reset = forward
