@@ -12,6 +12,7 @@ No device is touched, and no weights are drawn or read.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -457,8 +458,13 @@ class Job:
         try:
             optimizer: Optimizer = build(self.config.optimizer)(trained)
         except (TypeError, ValueError) as error:
-            given = (f"{k}={v}" for k, v in self.config.optimizer.items() if str(k)[0] != "_")
-            raise ConfigurationError(f"{error} (optimizer: {', '.join(given)})") from error
+            given = self.config.optimizer.items()
+            text = str(error)
+            # A message of torch's may name neither the setting nor its value: words are suspects.
+            wrong = [k for k, v in given if re.search(rf"\b{k}\b|'{re.escape(str(v))}'", text)]
+            wrong = wrong or [k for k, v in given if isinstance(v, str) and k != "_target_"]
+            settings = ", ".join(f"optimizer.{k}={self.config.optimizer[k]}" for k in wrong)
+            raise ConfigurationError(f"{settings}: {text}" if settings else text) from error
         return [optimizer]
 
     def with_microbatches(self) -> Job:

@@ -108,7 +108,7 @@ def test_another_hub_name_alone_means_its_weights(tmp_path: Path) -> None:
         ("partition=saved partition.plan=plan.json", "The plan is for 2 workers"),
         ("partition=saved", "plan='plan.json' does not exist. Runs and roundpipe-plan"),
         ("module=preference", "module=preference and data=preference go together"),
-        ("optimizer.lr=abc", "(optimizer: lr=abc, "),
+        ("optimizer.lr=abc", "optimizer.lr=abc: could not convert string to float"),
         ("seed=abc", "seed='abc': give a whole number"),
         ("seed=-1", "seed=-1 must be 0 or more"),
         ("hardware_file=broken.yaml", "broken.yaml is not YAML: while parsing"),

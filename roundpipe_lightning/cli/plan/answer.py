@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 from roundpipe_lightning.cli.job import Job
@@ -119,6 +120,8 @@ def cheapest_changes(
 ) -> list[tuple[Remedy[Change], FitAnswer]]:
     """Return changes that make a job fit, the cheapest first; pairs where one is not enough.
 
+    Where no single change keeps all that is trained and the machine, a pair that does comes first.
+
     Args:
         job: The job.
         is_measured: Whether activations count, too, which takes some seconds.
@@ -126,11 +129,11 @@ def cheapest_changes(
     """
     singles = list(_changes(job, is_measured=is_measured))
     found = verified(singles, count=count)
+    pairs = partial(_pairs, singles, alone=found, is_measured=is_measured)
+    if not any(remedy.price < Price.TRAINABLE for remedy, _ in found):
+        found = [*verified(pairs(most=Price.DISK), count=1), *found]
     if len(found) < count:
-        alone = {remedy.change.overrides for remedy, _ in found}
-        pairs = _pairs(singles, alone=alone, is_measured=is_measured)
-        ranked = sorted(pairs, key=lambda remedy: remedy.price)
-        found += verified(ranked, count=count - len(found))
+        found += verified(pairs(most=Price.MACHINE), count=count - len(found))
     return found
 
 
@@ -155,25 +158,34 @@ def change_text(
 
 
 def _pairs(
-    singles: Sequence[Remedy[Change]], *, alone: set[tuple[str, ...]], is_measured: bool
-) -> Iterator[Remedy[Change]]:
-    """Put two changes together, neither of which is enough alone, the more expensive one second."""
+    singles: Sequence[Remedy[Change]],
+    *,
+    alone: Sequence[tuple[Remedy[Change], FitAnswer]],
+    is_measured: bool,
+    most: Price,
+) -> list[Remedy[Change]]:
+    """Put two changes of a price up to `most` together, neither of which is enough alone."""
+    known = {remedy.change.overrides for remedy, _ in alone}
+    found: dict[frozenset[str], Remedy[Change]] = {}
     for first in singles:
-        if first.change.overrides in alone or first.price >= Price.HOST_MEMORY:
+        if first.change.overrides in known or first.price >= min(most, Price.HOST_MEMORY):
             continue
-        try:
-            seconds = list(_changes(first.change.make(), is_measured=is_measured))
-        except RoundPipeError:
-            continue
-        for second in seconds:
-            change = second.change
-            if second.price > first.price and change.overrides not in alone:
-                both = dataclasses.replace(
-                    change,
-                    overrides=first.change.overrides + change.overrides,
-                    cost=f"{first.change.cost}; {change.cost}",
-                )
-                yield dataclasses.replace(second, change=both)
+        with suppress(RoundPipeError):
+            seconds = _changes(first.change.make(), is_measured=is_measured)
+            for second in takewhile(lambda remedy: remedy.price <= most, seconds):
+                change = second.change
+                overrides = first.change.overrides + change.overrides
+                names = {override.partition("=")[0] for override in overrides}
+                if (
+                    second.price >= first.price
+                    and change.overrides not in known
+                    and len(names) == len(overrides)
+                ):
+                    cost = f"{first.change.cost}; {change.cost}"
+                    both = dataclasses.replace(change, overrides=overrides, cost=cost)
+                    remedy = dataclasses.replace(second, change=both)
+                    found.setdefault(frozenset(overrides), remedy)
+    return sorted(found.values(), key=lambda remedy: remedy.price)
 
 
 def _changes(job: Job, *, is_measured: bool) -> Iterator[Remedy[Change]]:
@@ -194,6 +206,7 @@ def _changes(job: Job, *, is_measured: bool) -> Iterator[Remedy[Change]]:
         _shorter_sequences(job) if is_measured else (),
         _slower_storage(job, now),
         _fewer_trained(job),
+        _more_hosts(job, seen),
         _larger_machines(now),
     )
     yield from (remedy(*row) for row in rows)
@@ -282,7 +295,7 @@ def _slower_storage(job: Job, training: TrainingJob) -> Iterator[_Row]:
     size = 2 * _MOMENT_BYTES[adamw["moments"]] * training.work.num_trainable
     rate = training.hardware.disk_bytes_per_second
     cost = (
-        f"the same results; the disk moves {size / _GIB:,.1f} GiB a step, {size / rate:,.1f} s at "
+        f"moments are on the disk: {size / _GIB:,.1f} GiB a step, {size / rate:,.1f} s at "
         f"{rate / 1e9:g} GB/s"
     )
     on_disk = {**adamw, "offload": "disk", "offload_dir": job.config.paths.output_dir}
@@ -297,6 +310,19 @@ def _fewer_trained(job: Job) -> Iterator[_Row]:
     quantized = {**_LORA, "target_modules": "all-linear", "frozen_bits": 4}
     cost += " and is rounded to 4 bits"
     yield Price.TRAINABLE, "peft=qlora", {"peft": quantized}, cost
+
+
+def _more_hosts(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
+    """The fewest hosts that fit: each keeps a part of what is stored of every parameter."""
+    for times in (2, 4):
+        num, (size, rest) = times * job.num_nodes, divmod(job.batch_size, times)
+        keys = {"trainer.num_nodes": num, "data.batch_size": size}
+        if rest or (job.num_microbatches or 1) > size:
+            continue
+        if fits_memory(seen(job.with_changes(keys))):
+            cost = f"the same results but for rounding, on {num} such hosts"
+            yield Price.HOST_MEMORY, f"nodes={num} data.batch_size={size}", keys, cost
+            return
 
 
 def _larger_machines(training: TrainingJob) -> Iterator[_Row]:

@@ -50,7 +50,7 @@ class Price(IntEnum):
     """Fewer parameters are trained."""
 
     HOST_MEMORY = 5
-    """More host memory."""
+    """More host memory, in this host or in others."""
 
     MACHINE = 6
     """Another machine."""
@@ -83,10 +83,11 @@ def verified(remedies: Iterable[Remedy[T]], *, count: int) -> list[tuple[Remedy[
 
 def _fitting(make_job: Callable[[], TrainingJob]) -> FitAnswer | None:
     try:
-        answer = fit_training(replace(make_job(), effort=QUICK))
+        job = replace(make_job(), effort=QUICK)
+        answer = fit_training(job) if fits_memory(job) else None
     except RoundPipeError:
         return None
-    return answer if answer.fits else None
+    return answer if answer is not None and answer.fits else None
 
 
 def other_machines(job: TrainingJob) -> Iterator[tuple[Price, HardwareSpec]]:
