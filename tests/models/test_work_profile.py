@@ -1,4 +1,5 @@
 import gc
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -89,12 +90,17 @@ def test_windows_and_full_attention_in_turn_are_two_kinds_of_blocks() -> None:
     assert pairs[0] == pairs[2] < pairs[1] / 3 == pairs[3] / 3
 
 
+@dataclass
+class _Encoding:
+    bits: int
+
+
 class _Numbered(nn.Module):
     """Block that knows its number, and something else."""
 
     def __init__(self, number: int, other: Any) -> None:
         super().__init__()
-        self.linear, self.number, self.name = nn.Linear(4, 4), number, f"block.{number}.of.9"
+        self.linear, self.number, self.name = nn.Linear(4, 4), number, f"{number}.in_4bit"
         self.other = other
         self.register_buffer("mask", torch.ones(4))
 
@@ -104,6 +110,7 @@ class _Numbered(nn.Module):
     [
         ([0.5] * 5, [0] * 5),
         ([F.relu] * 5, [0] * 5),
+        ([_Encoding(number) for number in (4, 4, 4, 8, 8)], [0, 0, 0, 1, 1]),
         ([(1, 0), (0, 1)], [0, 1]),
         ([False, True], [0, 1]),
         ([1, 2], [0, 1]),

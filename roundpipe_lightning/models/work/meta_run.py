@@ -12,7 +12,7 @@ import contextlib
 import gc
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
@@ -293,7 +293,8 @@ def _counts_blocks(values: Sequence[str | None]) -> bool:
 def _unnumbered(value: str, number: int) -> str:
     if value == str(number):
         return "#"
-    return re.sub("'[^']*'", lambda name: re.sub(rf"(?<!\d){number}(?!\d)", "#", name[0]), value)
+    alone = rf"(?<!\d){number}(?![\da-z])"  # not that of 'loaded_in_4bit'
+    return re.sub("'[^']*'", lambda name: re.sub(alone, "#", name[0]), value)
 
 
 def _description(block: nn.Module) -> Mapping[str, str]:
@@ -320,6 +321,8 @@ def _described(value: Any, depth: int = 0) -> str:
         held = value
     elif isinstance(value, set | frozenset):
         held = sorted(value, key=repr)
+    elif is_dataclass(value) and not isinstance(value, type):
+        held = [getattr(value, one.name) for one in fields(value)]
     elif isinstance(value, partial):
         held = (value.func, value.args, value.keywords)
     elif isinstance(value, MethodType):
