@@ -1,12 +1,13 @@
 """Measures what several hosts send, how long that takes, and their memory.
 
     python benchmarks/nodes_traffic.py wire [--hosts 2] [--blocks 12] [--megabytes 4]
-    python benchmarks/nodes_traffic.py overlap [--share 0.8]
+    python benchmarks/nodes_traffic.py overlap [--share 0.8] --blocks 32 --megabytes 1
     python benchmarks/nodes_traffic.py memory
 
 `wire` counts the bytes that every host's interface sends in a step, against c P (n-1)/n. `overlap`
-shapes the links so that the bytes of a step take `--share` of it, and compares its time with that
-over unshaped ones. `memory` reads how much of the parameters' memory every host has.
+shapes the links so that the bytes of a step take `--share` of it at what gloo alone reaches over
+them, and compares its time with that over unshaped ones. `memory` reads how much memory every host
+has.
 
 As root the hosts are network namespaces, joined by a bridge; else they share the loopback, which
 cannot be shaped. Devices are emulated: a block computes for `--seconds` forward, and three times as
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from nodes import networks
 from torch import Tensor, nn
@@ -137,6 +139,26 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
 # The network -------------------------------------------------------------------------------------
 
 
+def send_only(given: argparse.Namespace) -> dict[str, Any]:
+    """Send as `train` does and do nothing else, both ways at once; return what is reached."""
+    rank, num, chunks = int(os.environ["NODE_RANK"]), given.hosts, 24
+    dist.init_process_group("gloo", rank=rank, world_size=num)
+    counts = [0 if host == rank else 2**18 for host in range(num)]
+    begun: list[Any] = []
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(chunks):
+        if len(begun) == 4:
+            begun.pop(0).wait()
+        sent, taken = torch.ones(sum(counts)), torch.empty(sum(counts))
+        begun.append(dist.all_to_all_single(taken, sent, counts, counts, async_op=True))
+    for work in begun:
+        work.wait()
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    return {"bits_per_second": 32 * chunks * sum(counts) / seconds}
+
+
 def shape(host: int, bits_per_second: float) -> None:
     """Let a host send so much."""
     rate, burst = f"{int(bits_per_second)}bit", str(max(32_768, int(bits_per_second / 8 / 250)))
@@ -147,8 +169,10 @@ def shape(host: int, bits_per_second: float) -> None:
     subprocess.run(["ip", "netns", "exec", f"rp{host}", *stays_fast.split()], check=True)
 
 
-def run_hosts(given: argparse.Namespace, *, is_apart: bool) -> list[dict[str, Any]]:
-    """Train once on all hosts; return what each has seen."""
+def run_hosts(
+    given: argparse.Namespace, *, is_apart: bool, part: str = "host"
+) -> list[dict[str, Any]]:
+    """Train once on all hosts, or run another part; return what each has seen."""
     started = []
     for rank in range(given.hosts):
         interface = "eth0" if is_apart else "lo"
@@ -162,7 +186,7 @@ def run_hosts(given: argparse.Namespace, *, is_apart: bool) -> list[dict[str, An
             "OMP_NUM_THREADS": "1",
         }
         options = [f"--{name}={value}" for name, value in vars(given).items() if name in _PASSED]
-        command = [*space, sys.executable, __file__, "host", "--interface", interface, *options]
+        command = [*space, sys.executable, __file__, part, "--interface", interface, *options]
         started.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         )
@@ -175,12 +199,13 @@ def run_hosts(given: argparse.Namespace, *, is_apart: bool) -> list[dict[str, An
     return found
 
 
+_ON_HOSTS = {"host": train, "send": send_only}
 _PASSED = ("hosts", "blocks", "megabytes", "seconds", "steps", "gradient_dtype")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("wire", "overlap", "memory", "host"))
+    parser.add_argument("part", choices=("wire", "overlap", "memory", *_ON_HOSTS))
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--megabytes", type=int, default=4, help="of a block's parameters")
@@ -190,8 +215,8 @@ def main() -> None:
     parser.add_argument("--gradient_dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--interface", default="lo")
     given = parser.parse_args()
-    if given.part == "host":
-        print(json.dumps(train(given)))
+    if given.part in _ON_HOSTS:
+        print(json.dumps(_ON_HOSTS[given.part](given)))
         return
     with networks(given.hosts) as links:
         is_apart = links == "cut"
@@ -215,9 +240,13 @@ def main() -> None:
             rate = 8 * sent / (given.share * first["step_seconds"])
             for host in range(num):
                 shape(host, rate)
+            reached = run_hosts(given, is_apart=True, part="send")[0]["bits_per_second"] / rate
+            for host in range(num):
+                shape(host, rate / reached)
             shaped = run_hosts(given, is_apart=True)[0]["step_seconds"]
             answer |= {
-                "megabits_per_second": rate / 1e6,
+                "megabits_per_second": rate / reached / 1e6,
+                "reached_by_gloo_alone": reached,
                 "shaped_step_seconds": shaped,
                 "shaped_over_free": shaped / first["step_seconds"],
             }

@@ -8,14 +8,25 @@ host 2   gradients of b0 ─┘                   sum, step ───┘
 
 Sums are made by the owner in the order of the hosts, so they have the same bits run after run.
 (gloo's own `reduce_scatter` sends everything twice, and adds in another order.) Gradients and new
-values travel in two threads with a group each, in chunks: while one is on the wire, the next is
-packed and the one before is added up.
+values travel in chunks, on a group each that has two threads:
+
+```
+begins   [pack 0][pack 1][pack 2]  [pack 3]  [pack 4]
+wire            [0 ───────][1 ───────][2 ───────][3 ───────]
+ends                       [add up 0] [add up 1] [add up 2]
+```
+
+So the network does not stand still between two chunks or two blocks. Several chunks have to be on
+their way: gloo sends what the receiver has said to wait for, and says that behind what it sends
+itself. With one chunk at a time either direction stands still half of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -34,12 +45,19 @@ from roundpipe_lightning.engine.exchange.ranges import (
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
 from roundpipe_lightning.errors import ConfigurationError
 
-_CHUNK_BYTES = 2**23
+_CHUNK_BYTES = 2**21
+_ON_THE_WAY = 4
 
 T = TypeVar("T")
 
 Elements: TypeAlias = Sequence[slice]
 """A range of what each host owns, by rank."""
+
+Arrived: TypeAlias = Callable[[Sequence[Tensor]], None]
+"""Called with what each host gave."""
+
+Begin: TypeAlias = Callable[[Callable[[], Taken], Arrived], None]
+"""Begins an operation, and has what comes be taken in another thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +102,8 @@ class Exchange:
         self.hosts = hosts
         self._chunk_bytes = chunk_bytes
         self._ownership = Ownership(hosts.num)
-        self._gradients = ThreadPoolExecutor(1, thread_name_prefix="roundpipe-gradients")
-        self._weights = ThreadPoolExecutor(1, thread_name_prefix="roundpipe-weights")
+        self._gradients = Traffic(hosts, hosts.gradients, "gradients")
+        self._weights = Traffic(hosts, hosts.weights, "values")
 
     # Who owns what -------------------------------------------------------------------------------
 
@@ -114,14 +132,13 @@ class Exchange:
     def to_first(self, mine: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         """Give host 0 a tensor, one-dimensional; there, return what each host gave."""
         given = [mine, *[mine[:0]] * (self.hosts.num - 1)]
-        swap = self.hosts.gradients.swap
-        return self._by_gradients("the optimizer's state", "", swap, given, sizes).result()
+        return self._gradients.call(self.hosts.gradients.swap, given, sizes)
 
     # Steps ---------------------------------------------------------------------------------------
 
     def agree(self, value: Any) -> Sequence[Any]:
         """Return every host's object, by rank; not while gradients travel."""
-        return self._by_gradients("steps", "", self.hosts.gradients.objects, value).result()
+        return self._gradients.call(self.hosts.gradients.objects, value)
 
     def sum(self, name: str, tensors: Sequence[Tensor], given: Callable[[], Given]) -> Future[Sums]:
         """Begin to add up gradients over the hosts. Calls come in the same order on all hosts.
@@ -131,7 +148,7 @@ class Exchange:
             tensors: Parameters of a block, the same on all hosts.
             given: Called in the thread of the gradients: waits for those of this host.
         """
-        return self._by_gradients("gradients", name, self._sum, tensors, given)
+        return self._gradients.run(name, partial(self._sum, tensors, given))
 
     def gather(
         self, name: str, values: Mapping[Tensor, Tensor], then: Callable[[], None]
@@ -143,46 +160,41 @@ class Exchange:
             values: By parameter, of its shape: what its owners have is new.
             then: Called when all is.
         """
-        line = self.hosts.weights
-        return self._weights.submit(self._run, line, "values", name, self._gather, values, then)
+        return self._weights.run(name, partial(self._gather, values, then))
 
     def close(self) -> None:
         """End the threads, when what travels has arrived or is given up (`Hosts.close`)."""
-        self._gradients.shutdown(cancel_futures=True)
-        self._weights.shutdown(cancel_futures=True)
-
-    def _by_gradients(self, what: str, block: str, task: Callable[..., T], *args: Any) -> Future[T]:
-        return self._gradients.submit(self._run, self.hosts.gradients, what, block, task, *args)
+        self._gradients.close()
+        self._weights.close()
 
     # In their threads ----------------------------------------------------------------------------
 
-    def _run(self, line: Line, what: str, block: str, task: Callable[..., T], *args: Any) -> T:
-        line.what = f"{what} of block {block}" if block else what
-        self.hosts.block = block or self.hosts.block
-        with line.kept_in_order():
-            return task(*args)
+    def _sum(
+        self, tensors: Sequence[Tensor], given: Callable[[], Given], begin: Begin
+    ) -> Callable[[], Sums]:
+        """Begin to add up; return what gives the sums in the end.
 
-    def _sum(self, tensors: Sequence[Tensor], given: Callable[[], Given]) -> Sums:
+        Before each host's elements goes which gradients there are; missing ones go as zeros.
+        """
         rank, num = self.hosts.rank, self.hosts.num
-        mine, owned = given(), dict[Tensor, Tensor]()
-        flags = torch.tensor([[p in mine.gradients, p in mine.read_whole] for p in tensors])
-        said = self.hosts.gradients.swap([flags.view(-1)] * num, [flags.numel()] * num)
-        of_some = torch.stack(list(said)).any(0).view(-1, 2).tolist()
-        present = [p for p, (is_there, _) in zip(tensors, of_some, strict=True) if is_there]
-        read_whole = {p for p, (_, is_read) in zip(tensors, of_some, strict=True) if is_read}
-        for members, dtype in _by_dtype({tensor: gradient_dtype(tensor) for tensor in present}):
+        mine, found = given(), list[tuple[Sequence[Tensor], Sequence[Piece], Tensor]]()
+        for members, dtype in _by_dtype({tensor: gradient_dtype(tensor) for tensor in tensors}):
             of_hosts = [self._pieces(members, host) for host in range(num)]
+            said = [[p in mine.gradients, p in mine.read_whole] for p in members]
+            flags = torch.tensor(said, dtype=dtype).view(-1)
             values = [
-                [_values_of(piece, mine.gradients.get(piece.tensor), dtype) for piece in of]
+                [flags, *(_values_of(p, mine.gradients.get(p.tensor), dtype) for p in of)]
                 for of in of_hosts
             ]
-            begin = partial(self._begin_sum, values, mine.share, dtype)
-            sums = torch.empty(sum(piece.size for piece in of_hosts[rank]), dtype=dtype)
-            for elements, taken in _one_ahead(self._chunks(of_hosts, dtype), begin):
-                sums[elements[rank]] = _added(taken)
-            parts = sums.split([piece.size for piece in of_hosts[rank]])
-            owned |= {p.tensor: part for p, part in zip(of_hosts[rank], parts, strict=True)}
-        return Sums(present=present, read_whole=read_whole, owned=owned)
+            sizes = [sum(map(torch.numel, some)) for some in values]
+            sums = torch.empty(sizes[rank], dtype=dtype)
+            for elements in self._chunks(sizes, dtype):
+                begin(
+                    partial(self._begin_sum, values, mine.share, dtype, elements),
+                    partial(_add_into, sums[elements[rank]]),
+                )
+            found.append((members, of_hosts[rank], sums))
+        return partial(_summed, found)
 
     def _begin_sum(
         self,
@@ -199,17 +211,20 @@ class Exchange:
             sent *= share
         return self.hosts.gradients.begin(sent, counts, [counts[self.hosts.rank]] * len(counts))
 
-    def _gather(self, values: Mapping[Tensor, Tensor], then: Callable[[], None]) -> None:
+    def _gather(
+        self, values: Mapping[Tensor, Tensor], then: Callable[[], None], begin: Begin
+    ) -> Callable[[], None]:
         rank, num = self.hosts.rank, self.hosts.num
         for members, dtype in _by_dtype({tensor: each.dtype for tensor, each in values.items()}):
             of_hosts = [self._pieces(members, host) for host in range(num)]
             places = [[piece.of(values[piece.tensor]) for piece in of] for of in of_hosts]
-            begin = partial(self._begin_gather, places[rank], dtype)
-            for elements, taken in _one_ahead(self._chunks(of_hosts, dtype), begin):
-                for host, new in enumerate(taken):
-                    if host != rank:
-                        write_range(places[host], elements[host], new)
-        then()
+            sizes = [sum(piece.size for piece in of) for of in of_hosts]
+            for elements in self._chunks(sizes, dtype):
+                begin(
+                    partial(self._begin_gather, places[rank], dtype, elements),
+                    partial(_write_all, places, elements, rank),
+                )
+        return then
 
     def _begin_gather(
         self, mine: Sequence[Tensor], dtype: torch.dtype, elements: Elements
@@ -225,15 +240,86 @@ class Exchange:
         found = (self._ownership.pieces(tensor)[host] for tensor in tensors)
         return [piece for piece in found if piece is not None]
 
-    def _chunks(
-        self, of_hosts: Sequence[Sequence[Piece]], dtype: torch.dtype
-    ) -> Iterable[Elements]:
+    def _chunks(self, sizes: Sequence[int], dtype: torch.dtype) -> Iterable[Elements]:
         """Yield a range of each host's elements, of about equal bytes together."""
-        sizes = [sum(piece.size for piece in pieces) for pieces in of_hosts]
         most = max(1, self._chunk_bytes // (dtype.itemsize * self.hosts.num))
         num = -(-max(sizes) // most)
         for chunk in range(num):
             yield [part_of(size, chunk, num) for size in sizes]
+
+
+class Traffic:
+    """The operations of a line, which tasks begin one after the other.
+
+    Args:
+        hosts: All hosts.
+        line: Carries them.
+        what: Goes over it, for messages.
+    """
+
+    def __init__(self, hosts: Hosts, line: Line, what: str) -> None:
+        self._hosts, self._line, self._what = hosts, line, what
+        self._free = threading.Semaphore(_ON_THE_WAY)
+        self._begins = ThreadPoolExecutor(1, thread_name_prefix=f"roundpipe-{what}")
+        self._ends = ThreadPoolExecutor(1, thread_name_prefix=f"roundpipe-{what}-arrive")
+
+    def run(self, block: str, task: Callable[[Begin], Callable[[], T]]) -> Future[T]:
+        """Begin operations.
+
+        Args:
+            block: Of which block, for messages.
+            task: Begins them; returns what makes the result when all have ended.
+        """
+        result = Future[T]()
+        self._begins.submit(self._run, block, task, result)
+        return result
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function that begins operations and waits for them."""
+
+        def task(_: Begin) -> Callable[[], T]:
+            value = function(*args)
+            return lambda: value
+
+        return self.run("", task).result()
+
+    def close(self) -> None:
+        self._begins.shutdown(cancel_futures=True)
+        self._ends.shutdown()
+
+    def _run(self, block: str, task: Callable[[Begin], Callable[[], T]], result: Future[T]) -> None:
+        self._line.what = f"{self._what} of block {block}" if block else self._what
+        self._hosts.block = block or self._hosts.block
+        try:
+            with self._line.kept_in_order():
+                end = task(self._begin)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            result.set_exception(error)
+        else:
+            self._ends.submit(self._end, end, result)
+
+    def _begin(self, begin: Callable[[], Taken], arrived: Arrived) -> None:
+        self._free.acquire()
+        try:
+            self._ends.submit(self._arrive, begin(), arrived)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def _arrive(self, taken: Taken, arrived: Arrived) -> None:
+        try:
+            with suppress(BaseException), self._line.kept_in_order():  # `_end` raises it
+                self._line.check_in_order()
+                arrived(taken())
+        finally:
+            self._free.release()
+
+    def _end(self, end: Callable[[], T], result: Future[T]) -> None:
+        try:
+            self._line.check_in_order()
+            result.set_result(end())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            result.set_exception(error)
 
 
 def _by_dtype(dtypes: Mapping[Tensor, torch.dtype]) -> list[tuple[list[Tensor], torch.dtype]]:
@@ -243,18 +329,29 @@ def _by_dtype(dtypes: Mapping[Tensor, torch.dtype]) -> list[tuple[list[Tensor], 
     return [(members, dtype) for dtype, members in found.items()]
 
 
-def _one_ahead(
-    chunks: Iterable[Elements], begin: Callable[[Elements], Taken]
-) -> Iterator[tuple[Elements, Sequence[Tensor]]]:
-    """Yield chunks with what was taken; each is waited for when the next one is on its way."""
-    before: tuple[Elements, Taken] | None = None
-    for elements in chunks:
-        begun = elements, begin(elements)
-        if before is not None:
-            yield before[0], before[1]()
-        before = begun
-    if before is not None:
-        yield before[0], before[1]()
+def _summed(found: Sequence[tuple[Sequence[Tensor], Sequence[Piece], Tensor]]) -> Sums:
+    present, read_whole = dict[Tensor, None](), set[Tensor]()
+    owned: dict[Tensor, Tensor] = {}
+    for members, pieces, sums in found:
+        said, *parts = sums.split([2 * len(members), *(piece.size for piece in pieces)])
+        flags = (said > 0).view(-1, 2).tolist()
+        present |= {p: None for p, (is_there, _) in zip(members, flags, strict=True) if is_there}
+        read_whole |= {p for p, (_, is_read) in zip(members, flags, strict=True) if is_read}
+        arrived = zip(pieces, parts, strict=True)
+        owned |= {piece.tensor: part for piece, part in arrived if piece.tensor in present}
+    return Sums(present=list(present), read_whole=read_whole, owned=owned)
+
+
+def _add_into(sums: Tensor, taken: Sequence[Tensor]) -> None:
+    sums.copy_(_added(taken))
+
+
+def _write_all(
+    places: Sequence[Sequence[Tensor]], elements: Elements, rank: int, taken: Sequence[Tensor]
+) -> None:
+    for host, new in enumerate(taken):
+        if host != rank:
+            write_range(places[host], elements[host], new)
 
 
 def _values_of(piece: Piece, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:

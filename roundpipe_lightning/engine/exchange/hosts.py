@@ -7,8 +7,8 @@ its own (a `Line`), because a small operation would wait for the large ones befo
 |---|---|---|
 | control | the Trainer's thread | the training loop: the same calls on all hosts |
 | the default one | the same, after a message of the control group | the same |
-| gradients | the thread of the gradients (`Exchange`) | units, agreed once a step |
-| weights | the thread of the weights (`Exchange`) | the same, with what the control group agreed |
+| gradients | a thread of `Exchange` | blocks, agreed once a step |
+| weights | a thread of `Exchange` | the same; between steps what the control group agreed |
 
 The operations of a group must begin in the same order on all hosts: gloo ends the process where
 sizes differ, and adds up what does not belong together where they do not. So a line carries nothing
@@ -255,6 +255,11 @@ class Line:
         with self.kept_in_order():
             self._hosts.wait(work, what or self.what)
 
+    def check_in_order(self) -> None:
+        """Raise what kept operations from being begun or taken, if something has."""
+        if self._error is not None:
+            raise self._error
+
     def _check_open(self) -> None:
         self._hosts.check_open()
         if self._error is not None:
@@ -311,8 +316,10 @@ class Line:
             taken, sent, list(sizes), list(counts), group=self._group, async_op=True
         )
 
+        what = self.what  # of the next operations it is another
+
         def parts() -> Sequence[Tensor]:
-            self.wait(work)
+            self.wait(work, what)
             found: Sequence[Tensor] = taken.split(list(sizes))
             return found
 

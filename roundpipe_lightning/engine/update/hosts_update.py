@@ -126,7 +126,9 @@ class JointStep:
         nothing.set_result(({}, True))
         self._given[number] = nothing  # `is_given` all the time, to who asks in another thread
         share = 1.0 if is_weighed else self._share.result()
-        return Given(gradients=gradients if share else {}, share=share, read_whole=self._read_whole)
+        return Given(
+            gradients=gradients if share else {}, share=share or 1.0, read_whole=self._read_whole
+        )
 
     def fail(self, error: BaseException) -> None:
         """Let go of everybody who waits for gradients that will not come."""
