@@ -1,12 +1,14 @@
-"""The commands `roundpipe-train`, `-plan`, `-data` and `-export`: Hydra around the package.
+"""The commands: `roundpipe-train`, `-plan`, `-data` and `-export` with Hydra, `-chat` and `-merge`.
 
 This module stands beside the package, because importing the package imports torch and Lightning,
-which takes seconds. What Hydra does alone (`--help`, `--cfg job`, a wrong key) waits for neither.
+which takes seconds. What needs neither (`--help`, `--cfg job`, a wrong key) does not wait for them.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import gc
 import importlib
 import io
 import json
@@ -14,7 +16,7 @@ import logging
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,8 +112,7 @@ def _launch(name: str) -> None:
                 "status": EXIT_ERROR,
             }
         )
-        module = _MODULES.get(name, name)
-        result = importlib.import_module(f"roundpipe_lightning.cli.{module}").run(config)
+        result = _module(_MODULES.get(name, name)).run(config)
         jobs[-1]["status"] = result if isinstance(result, int) else 0
         return None if isinstance(result, int) else result
 
@@ -152,6 +153,62 @@ data = partial(_launch, "data")
 
 export = partial(_launch, "export")
 """Write a checkpoint as a Hugging Face folder, or as an adapter folder."""
+
+
+def chat(arguments: Sequence[str] | None = None) -> int:
+    """Talk to a trained model; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="roundpipe-chat",
+        description="Talk to a trained model. Its weights stay in host memory, or in their files, "
+        "and pass through one device block by block, so a model of any size answers.",
+        epilog="Ctrl-C ends an answer; Ctrl-D, or Ctrl-C at a question, ends the conversation.",
+    )
+    parser.add_argument(
+        "model", help="a checkpoint, a run's folder, `last`, an exported folder, or a hub name"
+    )
+    parser.add_argument("--system", help="the system message")
+    parser.add_argument("--chat-template", help="file with a Jinja template")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
+    options = parser.parse_args(arguments)
+    status: int = _module("checkpoints.chat").talk(options)
+    return status
+
+
+def merge(arguments: Sequence[str] | None = None) -> int:
+    """Write a sharded checkpoint as one file; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="roundpipe-merge",
+        description="Write a sharded checkpoint as one file, which any Lightning "
+        "strategy reads. A folder of Hugging Face is what roundpipe-export writes.",
+        epilog="Example: roundpipe-merge logs/train/runs/NAME/checkpoints/last.ckpt one.ckpt",
+    )
+    parser.add_argument("folder", help="the checkpoint, a folder with index.json")
+    parser.add_argument("file", help="the file to write; what is there is replaced as a whole")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="also read objects other than tensors, numbers and text: reading them may run code",
+    )
+    options = parser.parse_args(arguments)
+    status: int = _module("checkpoints.merge").merge(options)
+    return status
+
+
+def _module(name: str) -> Any:
+    """A module of `roundpipe_lightning.cli`.
+
+    It is imported without garbage collection, which is a fifth of the time: all of it stays.
+    """
+    name = f"roundpipe_lightning.cli.{name}"
+    if name in sys.modules:
+        return sys.modules[name]
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _compare(jobs: list[dict[str, Any]]) -> None:
@@ -245,15 +302,15 @@ def in_settings(arguments: list[str], folder: Path) -> list[str]:
 
 def _data_settings(value: str, given: dict[str, str], folder: Path) -> list[str]:
     files = value if value[0] in "{[" else f"[{_quoted(value)}]"
-    chosen = (folder / group / f"{given[group]}.yaml" for group in _CHOICES if group in given)
-    if any(file.is_file() and "override /data" in file.read_text("utf-8") for file in chosen):
-        return [f"data.files={files}"]
-    if "recipe" in given:
-        return [f"data.files={files}"]
     module = given.get("module", "causal_lm")
-    kinds = {"causal_lm": "chat", "orpo": "preference", "reward": "preference"}
-    kind = kinds.get(module, module)
-    return [f"data={kind}", f"data.files={files}"]
+    if module != "causal_lm":
+        kinds = {"orpo": "preference", "reward": "preference"}
+        return [f"data={kinds.get(module, module)}", f"data.files={files}"]
+    chosen = (folder / group / f"{given[group]}.yaml" for group in _CHOICES if group in given)
+    chooses = any("override /data" in f.read_text("utf-8") for f in chosen if f.is_file())
+    if chooses or "recipe" in given:
+        return [f"data.files={files}"]
+    return ["data=chat", f"data.files={files}"]
 
 
 def _model_settings(value: str, folder: Path) -> list[str]:

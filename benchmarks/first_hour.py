@@ -42,15 +42,17 @@ WORKS = {
     "chat merged --max-new-tokens 4": ">", "train experiment=dpo data=pairs.jsonl": "val_margin",
     "train experiment=dpo data=pairs.jsonl module=orpo": "val_margin",
     "train experiment=dpo data=pairs.jsonl module=reward": "val_margin",
+    "train experiment=dpo data=judged.jsonl module=kto": "val_kl",
+    "data module=kto data=judged.jsonl": "a wanted answer:",
     "finetune merged chats.jsonl": "Model: ",
 }  # fmt: skip
 REFUSED = {
     "data data=unknown.jsonl": "line 1: the fields 'instr", "data data=latin.jsonl": "line 1: this",
     "data data=mixed.jsonl": "line 3: this record is Alp", "data data=chat.jsonl": "'chat.jsonl'",
     "data data=empty.jsonl": "line 2: message 2", "data data=nothing.jsonl": "nothing.jsonl: there",
-    "data data=empty.json": "item 2: message 2", "data data=silent.jsonl": "silent.jsonl: there is",
+    "data data=empty.json": "item 2: the field", "data data=silent.jsonl": "silent.jsonl: there is",
     "chat no/thing": "no/thing", "data experiment=dpo data=equal.jsonl": "equal.jsonl, line 1: ",
-    "data data=empty.csv": "line 3: message 2", "train data=chats.jsonl model=no/thing": "no/thing",
+    "data data=empty.csv": "line 3: the field", "train data=chats.jsonl model=no/thing": "no/thing",
     "data data=none.xlsx": "'none.xlsx'", "train data=pairs.jsonl": "line 1: this is pref",
     "data data=long.jsonl": "line 1: the sample", "train recipe=qwen3_32b/lorra": "qwen3_32b/lora",
     "data data=broken.json": "line 1, item 40", "data data=image.jsonl": "line 1: message 2",
@@ -83,11 +85,13 @@ def write_files(folder: Path) -> None:
     chats, untrained = [chat(*each) for each in sums], chat("0+1?", "Yes")
     untrained["messages"].insert(0, {"role": "assistant", "content": "No", "train": False})
     pairs = [{"prompt": q, "chosen": a, "rejected": "no"} for q, a in sums]
+    judged = [{"prompt": q, "completion": a, "label": True} for q, a in sums]
     alpaca = [{"instruction": "Add.", "input": q, "output": a} for q, a in sums]
     shared = [[{"from": "human", "value": q}, {"from": "gpt", "value": a}] for q, a in sums]
     packed = gzip.compress("".join(json.dumps(each) + "\n" for each in chats).encode())
     files: dict[str, Any] = {
-        "chats.jsonl": chats, "pairs.jsonl": pairs, "flags.jsonl": [untrained] * 4,
+        "chats.jsonl": chats, "pairs.jsonl": pairs, "judged.jsonl": judged,
+        "flags.jsonl": [untrained] * 4,
         "texts.jsonl": [{"text": q * 9} for q, _ in sums], "mixed.jsonl": [*chats[:2], alpaca[0]],
         "parts.jsonl": [chat("Well?", [{"type": "text", "text": "Yes"}])] * 4, "nothing.jsonl": "",
         "unknown.jsonl": [{"instructions": "Add.", "outputs": "1"}], "none.jsonl.gz": "none",
@@ -139,7 +143,7 @@ def start(name: str, words: list[str], folder: Path, output: int) -> None:
         except rl.errors.RoundPipeError as error:
             sys.exit(print("Error:", error) or 2)
     else:
-        sys.exit(chat.main() if name == "chat" else getattr(roundpipe_commands, name)())
+        sys.exit(getattr(roundpipe_commands, name)())
 
 
 def run(command: str, folder: Path) -> tuple[int, str]:
@@ -185,7 +189,6 @@ if __name__ == "__main__":
         server.server_close()
         import roundpipe_commands
         import roundpipe_lightning as rl
-        from roundpipe_lightning.cli.checkpoints import chat
 
         for each in _PROGRAMS:
             importlib.import_module(f"roundpipe_lightning.cli.{each}")

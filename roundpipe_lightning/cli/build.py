@@ -23,9 +23,17 @@ from roundpipe_lightning.cli.callbacks import (
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.objects import build, build_each
 from roundpipe_lightning.cli.plan.answer import check_memory
-from roundpipe_lightning.data import ClassificationDataModule, PreferenceDataModule
+from roundpipe_lightning.data import (
+    ClassificationDataModule,
+    JudgedDataModule,
+    PreferenceDataModule,
+)
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, HardwareError
-from roundpipe_lightning.modules import PairModule, SequenceClassificationModule
+from roundpipe_lightning.modules import (
+    KahnemanTverskyModule,
+    PairModule,
+    SequenceClassificationModule,
+)
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 
 _RUN_NAMES = ("id", "run_id")
@@ -224,6 +232,7 @@ def check_batches(module: LightningModule, data: LightningDataModule) -> None:
         return
     for name, (learns, has) in {
         "preference": (PairModule, PreferenceDataModule),
+        "kto": (KahnemanTverskyModule, JudgedDataModule),
         "classification": (SequenceClassificationModule, ClassificationDataModule),
     }.items():
         if isinstance(module, learns) != isinstance(data, has):

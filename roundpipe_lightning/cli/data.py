@@ -43,7 +43,10 @@ def show(config: DictConfig) -> None:
         if form not in shown and first is not None:
             shown.add(form)
             answers = first if isinstance(first, tuple) else (first,)
-            for name, sample in zip(("chosen", "rejected"), answers, strict=False):
+            names = ("chosen", "rejected")
+            if answers[-1] is True or answers[-1] is False:  # of a judged answer
+                names = ("a wanted answer", "") if answers[-1] else ("an unwanted answer", "")
+            for name, sample in zip(names, answers, strict=False):
                 if isinstance(sample, Sample):
                     if len(answers) > 1:
                         console.print(f"{name}:")

@@ -34,6 +34,7 @@ _OBJECTIVES = {
     "text": "module=causal_lm data=text",
     "dpo": "module=preference data=preference",
     "orpo": "module=orpo data=preference",
+    "kto": "module=kto data=kto",
     "reward": "module=reward data=preference",
     "classification": "module=classification data=classification",
 }
@@ -108,7 +109,8 @@ def finetune(  # noqa: PLR0913 - all but two are keyword-only, each a setting of
         data: A file or several, or records: dicts in any form that a line of a file may have.
         method: `"full"`, `"lora"`, `"qlora"`, or another file of `conf/peft`.
         objective: `"sft"`: the assistant's answers; `"text"`: every token of texts; `"dpo"`,
-            `"orpo"`: the better of two answers; `"reward"`: a score; `"classification"`.
+            `"orpo"`: the better of two answers; `"kto"`: the wanted answers; `"reward"`: a score;
+            `"classification"`.
         tokenizer: A tokenizer, its folder or hub name; None: the model's.
         seq_len: Most tokens of a sample, and of a row of several.
         batch_size: Rows of a batch, the same on any number of devices.

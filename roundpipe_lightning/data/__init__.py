@@ -3,7 +3,7 @@
 from roundpipe_lightning.data.bytes import ByteDataModule, TextFolder
 from roundpipe_lightning.data.chat import ChatDataModule
 from roundpipe_lightning.data.classification import ClassificationDataModule
-from roundpipe_lightning.data.preference import PreferenceDataModule
+from roundpipe_lightning.data.preference import JudgedDataModule, PreferenceDataModule
 from roundpipe_lightning.data.records import DatasetRecords, Record, RecordFiles
 from roundpipe_lightning.data.text import TextDataModule
 from roundpipe_lightning.data.token_data import FileDataModule, FileOptions
@@ -15,6 +15,7 @@ __all__ = [
     "DatasetRecords",
     "FileDataModule",
     "FileOptions",
+    "JudgedDataModule",
     "PreferenceDataModule",
     "Record",
     "RecordFiles",

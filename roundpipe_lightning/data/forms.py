@@ -270,13 +270,13 @@ def _instruction(record: Record) -> list[Message]:
 
 
 def _alpaca(record: Record) -> Content:
-    messages = [*_instruction(record), *_said("assistant", record.get("output"))]
+    messages = [*_instruction(record), *_given("assistant", record, "output")]
     return _conversation(record, check_messages(messages, place=record.place))
 
 
 def _question(prompt: str, answer: str) -> Callable[[Record], Content]:
     def read(record: Record) -> Content:
-        asked, said = (_said("user", record.get(prompt)), _said("assistant", record.get(answer)))
+        asked, said = (_given("user", record, prompt), _given("assistant", record, answer))
         return _conversation(record, check_messages([*asked, *said], place=record.place))
 
     return read
@@ -291,15 +291,14 @@ def _judged(record: Record) -> Content:
         raise DataError(
             f"{record.place}: the label {label!r} says neither true (a wanted answer) nor false."
         )
-    answer = check_messages(_said("assistant", record.get("completion")), place=record.place)
-    before = _before(record)
-    return Content(messages=before, answers=(answer,), desirable=wanted)
+    answer = check_messages(_given("assistant", record, "completion"), place=record.place)
+    return Content(messages=_before(record), answers=(answer,), desirable=wanted)
 
 
 def _pair(record: Record) -> Content:
     answers = []
     for name in ("chosen", "rejected"):
-        said = _said("assistant", record.get(name))
+        said = _given("assistant", record, name)
         answers.append(check_messages(said, place=record.place))
     return Content(messages=_before(record), answers=answers)
 
@@ -319,6 +318,13 @@ def _before(record: Record) -> Sequence[Message]:
         return ()
     messages = check_messages(before, place=record.place)
     return _conversation(record, messages).messages
+
+
+def _given(role: str, record: Record, name: str) -> list[Any]:
+    """What a field says, which a text alone must not leave empty."""
+    value = record.get(name)
+    is_text = isinstance(value, str) or not isinstance(value, (Mapping, Sequence))
+    return _said(role, record.text(name) if is_text else value)
 
 
 def _said(role: str, value: Any) -> list[Any]:
@@ -348,7 +354,7 @@ def _text(record: Record) -> Content:
 
 _KINDS = {
     "pair": "pairs of answers: module=preference data=preference learns from them (recipe=.../dpo)",
-    "judged": "judged answers: nothing learns from them yet; make pairs (chosen, rejected) of them",
+    "judged": "judged answers: module=kto data=kto learns from them (recipe=.../kto)",
     "conversation": "conversations: module=causal_lm data=chat learns from them",
     "text": "texts: module=causal_lm data=chat or data=text learns from them",
 }

@@ -1,9 +1,10 @@
-"""Pairs of a better and a worse answer in files, for direct preference optimization."""
+"""Answers in files that were compared in pairs, or judged one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -11,12 +12,22 @@ from typing_extensions import override
 from roundpipe_lightning.data.chat import ConversationEncoder
 from roundpipe_lightning.data.forms import Message
 from roundpipe_lightning.data.records import Record
-from roundpipe_lightning.data.samples import Padding, Row, Sample, TooLong, as_row
+from roundpipe_lightning.data.samples import (
+    IGNORED,
+    Padding,
+    Row,
+    Sample,
+    TooLong,
+    as_row,
+)
 from roundpipe_lightning.data.token_data import FileDataModule
-from roundpipe_lightning.errors import DataError
+from roundpipe_lightning.errors import ConfigurationError, DataError
 
 Pair = tuple[Sample, Sample]
 """A prompt with the better answer, and with the worse one."""
+
+Judged = tuple[Sample, bool]
+"""A prompt with an answer, and whether that is wanted."""
 
 
 class PreferenceDataModule(FileDataModule):
@@ -35,14 +46,14 @@ class PreferenceDataModule(FileDataModule):
         ConfigurationError: A setting is out of its range.
     """
 
-    kinds = ("pair",)
+    kinds: ClassVar[Sequence[str]] = ("pair",)
 
     @cached_property
     def _encoder(self) -> ConversationEncoder:
         return ConversationEncoder(self.tokenizer, name=self.tokenizer_name)
 
     @override
-    def encode(self, record: Record) -> list[Pair]:
+    def encode(self, record: Record) -> Sequence[Any]:
         """A pair as tokens."""
         content = self.content(record)
         chosen, rejected = (
@@ -61,7 +72,7 @@ class PreferenceDataModule(FileDataModule):
         return [(chosen, rejected)]
 
     @override
-    def arrange(self, samples: Sequence[Pair]) -> Sequence[Row]:
+    def arrange(self, samples: Sequence[Any]) -> Sequence[Row]:
         """Pairs as rows of shape (2, tokens), the chosen answer first."""
         stack = Padding(pad_token=self.pad_token_id)
         return [stack([as_row(chosen), as_row(rejected)]) for chosen, rejected in samples]
@@ -81,3 +92,63 @@ class PreferenceDataModule(FileDataModule):
                 f"data.seq_len={self.seq_len} tokens. Raise it, or set data.too_long=cut_start."
             )
         return sample
+
+
+class JudgedDataModule(PreferenceDataModule):
+    """Judged answers: `{"prompt": "...", "completion": "...", "label": true}` per line.
+
+    A pair counts as two: a wanted answer and one that is not. Each answer's row also has the prompt
+    with the next answer to another prompt, cut to `seq_len` tokens.
+
+    Args:
+        options: As for `PreferenceDataModule`.
+
+    Raises:
+        ConfigurationError: A setting is out of its range.
+    """
+
+    kinds = ("judged", "pair")
+
+    @override
+    def encode(self, record: Record) -> list[Judged]:
+        """A judged answer, or a pair as two of them, as tokens."""
+        content = self.content(record)
+        if content.desirable is None:
+            return [(s, n == 0) for pair in super().encode(record) for n, s in enumerate(pair)]
+        [answer] = content.answers
+        sample = self._answer([*content.messages, *answer], "completion", record)
+        if sample is None:
+            self.skip(f"longer than data.seq_len={self.seq_len} tokens")
+        return [] if sample is None else [(sample, content.desirable)]
+
+    @override
+    def arrange(self, samples: Sequence[Judged]) -> Sequence[Row]:
+        """Rows of shape (2, tokens): each prompt with its answer, and with another one's.
+
+        Raises:
+            ConfigurationError: All prompts are the same.
+        """
+        stack = Padding(pad_token=self.pad_token_id)
+        starts = [int((sample.labels != IGNORED).nonzero()[0]) for sample, _ in samples]
+        prompts = [
+            tuple(sample.input_ids[:start].tolist())
+            for (sample, _), start in zip(samples, starts, strict=True)
+        ]
+        rows = []
+        for index, (sample, desirable) in enumerate(samples):
+            later = ((index + step) % len(samples) for step in range(1, len(samples)))
+            other = next((each for each in later if prompts[each] != prompts[index]), None)
+            if other is None:
+                raise ConfigurationError(
+                    f"All {len(samples)} answers of a part of the data are to the same prompt, and "
+                    "KTO compares each prompt with an answer to another one. Give more samples, or "
+                    "a larger data.validation_share or other data.validation_files."
+                )
+            begin, end = sample[: starts[index]], samples[other][0]
+            mismatched = Sample(
+                input_ids=torch.cat([begin.input_ids, end.input_ids[starts[other] :]]),
+                labels=torch.cat([begin.labels, end.labels[starts[other] :]]),
+            )[: self.seq_len]
+            row = stack([as_row(sample), as_row(mismatched)])
+            rows.append({**row, "desirable": torch.tensor(desirable)})
+        return rows

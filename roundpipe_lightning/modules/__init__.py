@@ -6,6 +6,8 @@ from roundpipe_lightning.modules.causal_lm import CausalLanguageModule, TokenBat
 from roundpipe_lightning.modules.classification import ClassBatch, SequenceClassificationModule
 from roundpipe_lightning.modules.preference import (
     DirectPreferenceModule,
+    JudgedBatch,
+    KahnemanTverskyModule,
     OddsRatioModule,
     PairModule,
     PreferenceBatch,
@@ -19,6 +21,8 @@ __all__ = [
     "CausalLanguageModule",
     "ClassBatch",
     "DirectPreferenceModule",
+    "JudgedBatch",
+    "KahnemanTverskyModule",
     "ModelSource",
     "OddsRatioModule",
     "PairModule",

@@ -1,4 +1,4 @@
-"""Learning from pairs of a better and a worse answer: DPO, ORPO, reward models."""
+"""Learning from answers that were compared or judged: DPO, ORPO, reward models, KTO."""
 
 from __future__ import annotations
 
@@ -37,6 +37,19 @@ class PreferenceBatch(TypedDict):
     labels: Tensor
 
 
+class JudgedBatch(PreferenceBatch):
+    """One batch of judged answers, of shape (samples, 2, tokens).
+
+    The first text of a sample is its prompt and answer, the second one its prompt and the answer to
+    another prompt, from which the distance to the reference is estimated.
+
+    Attributes:
+        desirable: Whether the answer is wanted, bool, shape (samples,).
+    """
+
+    desirable: Tensor
+
+
 class PairModule(TransformersModule):
     """Training on pairs; what differs is how answers are scored, and the loss of the scores.
 
@@ -63,31 +76,40 @@ class PairModule(TransformersModule):
         """The loss of a batch, a scalar in nats per pair."""
         return preference_loss(scores[:, 0] - scores[:, 1])
 
-    def training_step(self, batch: PreferenceBatch) -> Tensor:
+    def figures(self, batch: Any) -> dict[str, Tensor]:
+        """What is logged of a batch, scalars, `loss` among them."""
+        scores = self(batch)
+        margins = scores[:, 0] - scores[:, 1]
+        return {"loss": self.loss(scores), **_of_margins(margins)}
+
+    def training_step(self, batch: Any) -> Tensor:
         """Loss of one batch, logged as `train_loss` beside margin and accuracy."""
-        return self._logged("train", self(batch), on_step=True, on_epoch=False)
+        return self._logged("train", batch, on_step=True, on_epoch=False)
 
-    def validation_step(self, batch: PreferenceBatch) -> None:
+    def validation_step(self, batch: Any) -> None:
         """Log `val_loss`, `val_margin` and `val_accuracy`, averaged over the pairs of the epoch."""
-        self._logged("val", self(batch), on_step=False, on_epoch=True)
+        self._logged("val", batch, on_step=False, on_epoch=True)
 
-    def test_step(self, batch: PreferenceBatch) -> None:
+    def test_step(self, batch: Any) -> None:
         """Log `test_loss`, `test_margin` and `test_accuracy`."""
-        self._logged("test", self(batch), on_step=False, on_epoch=True)
+        self._logged("test", batch, on_step=False, on_epoch=True)
 
-    def predict_step(self, batch: PreferenceBatch) -> Tensor:
+    def predict_step(self, batch: Any) -> Tensor:
         """Scores, as `forward` gives them."""
         scores: Tensor = self(batch)
         return scores
 
-    def _logged(self, stage: str, scores: Tensor, **when: Any) -> Tensor:
-        loss, margins = self.loss(scores), scores[:, 0] - scores[:, 1]
-        pairs = len(margins)
-        accuracy = (margins > 0).float().mean()
-        self.log(f"{stage}_loss", loss, prog_bar=True, batch_size=pairs, **when)
-        self.log(f"{stage}_margin", margins.detach().mean(), batch_size=pairs, **when)
-        self.log(f"{stage}_accuracy", accuracy, prog_bar=True, batch_size=pairs, **when)
-        return loss
+    def _logged(self, stage: str, batch: Any, **when: Any) -> Tensor:
+        figures, size = self.figures(batch), len(batch["input_ids"])
+        for name, value in figures.items():
+            shown = name in ("loss", "accuracy")
+            self.log(f"{stage}_{name}", value, prog_bar=shown, batch_size=size, **when)
+        return figures["loss"]
+
+
+def _of_margins(margins: Tensor) -> dict[str, Tensor]:
+    accuracy = (margins > 0).float().mean()
+    return {"margin": margins.detach().mean(), "accuracy": accuracy}
 
 
 class OddsRatioModule(PairModule):
@@ -245,6 +267,89 @@ class DirectPreferenceModule(PairModule):
         checkpoint["state_dict"].update(own)
 
 
+class KahnemanTverskyModule(DirectPreferenceModule):
+    r"""Learning from single answers that are wanted or not (KTO, arXiv 2402.01306).
+
+    With the reward $r(y)$ and the reference of `DirectPreferenceModule`, and $z_0$ the distance
+    of the model to its reference, the loss of a sample is, as in the paper,
+
+    $$ \lambda_D\,(1 - \sigma(r(y) - z_0)) \quad\text{or}\quad
+    \lambda_U\,(1 - \sigma(z_0 - r(y))), $$
+
+    for an answer that is wanted or not, and that of a batch their mean. $z_0$ is the mean reward of
+    answers to other prompts in the batch (of this process), at least 0, through which no gradient
+    passes. Logged beside the loss: `kl`, which is $z_0 / \beta$ in nats; the mean margin, which is
+    what $\sigma$ is taken of; and the share of samples in which that is above 0.
+
+    Args:
+        source: The architecture and where its weights come from.
+        desirable_weight: Of wanted answers: $\lambda_D$, above 0. Raise it where they are the
+            rarer ones: weight times number should be about that of the others.
+        undesirable_weight: Of the others: $\lambda_U$, above 0.
+        options: The other arguments of `DirectPreferenceModule`.
+
+    Raises:
+        ConfigurationError: A figure is out of its range.
+    """
+
+    averages_samples = False  # z_0 is of the whole batch
+
+    def __init__(
+        self,
+        source: ModelSource,
+        *,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(source, **options)
+        for name, weight in (("", desirable_weight), ("un", undesirable_weight)):
+            if weight <= 0:
+                raise ConfigurationError(f"module.{name}desirable_weight={weight} must be above 0.")
+        self.desirable_weight = desirable_weight
+        self.undesirable_weight = undesirable_weight
+
+    @override
+    def example_batch(self, sequences: int, seq_len: int) -> JudgedBatch:
+        pairs = super().example_batch(sequences, seq_len)
+        return {**pairs, "desirable": torch.ones(sequences, dtype=torch.bool)}
+
+    @override
+    def forward(self, batch: PreferenceBatch) -> Tensor:
+        """Rewards, float32, shape (samples, 2), of the answer and of that to another prompt."""
+        own, other = (
+            PreferenceBatch(
+                input_ids=batch["input_ids"][:, each],
+                attention_mask=batch["attention_mask"][:, each],
+                labels=batch["labels"][:, each],
+            )
+            for each in (slice(0, 1), slice(1, 2))
+        )
+        with torch.no_grad():
+            before = log_likelihoods(self.reference, batch)
+            elsewhere = log_likelihoods(self.built_model, other)
+        after = torch.cat([log_likelihoods(self.built_model, own), elsewhere], dim=1)
+        return self.beta * (after - before)
+
+    @override
+    def figures(self, batch: JudgedBatch) -> dict[str, Tensor]:
+        loss, margins, distance = self.loss_of_rewards(self(batch), batch["desirable"])
+        return {"loss": loss, **_of_margins(margins), "kl": distance / self.beta}
+
+    def loss_of_rewards(self, rewards: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of a batch, a scalar; the margins, shape (samples,); and $z_0$, a scalar.
+
+        Args:
+            rewards: As `forward` gives them.
+            wanted: Whether each answer is, bool, shape (samples,).
+        """
+        distance = rewards[:, 1].detach().mean().clamp(min=0)
+        ahead = rewards[:, 0] - distance
+        margins = torch.where(wanted, ahead, -ahead)
+        weights = torch.where(wanted, self.desirable_weight, self.undesirable_weight)
+        return (weights * torch.sigmoid(-margins)).mean(), margins, distance
+
+
 def preference_loss(margins: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Mean over pairs of the loss that `DirectPreferenceModule` documents, a scalar in nats.
 
@@ -257,9 +362,9 @@ def preference_loss(margins: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
 
 
 def log_likelihoods(model: Any, batch: PreferenceBatch) -> Tensor:
-    """Log-likelihoods of the answers under a model, in nats, float32, shape (pairs, 2).
+    """Log-likelihoods of the answers under a model, in nats, float32, shape (pairs, answers).
 
-    Chosen and rejected ones go through the model in one call.
+    All answers go through the model in one call.
 
     Args:
         batch: Pairs, on one device.
@@ -273,7 +378,7 @@ def log_likelihoods(model: Any, batch: PreferenceBatch) -> Tensor:
     losses = F.cross_entropy(
         logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="none"
     )
-    return -losses.reshape(len(labels), -1).sum(dim=1).reshape(-1, 2)
+    return -losses.reshape(len(labels), -1).sum(dim=1).reshape(batch["labels"].shape[:-1])
 
 
 def _with_adapters(base: PreTrainedModel, adapters: Adapters) -> Any:

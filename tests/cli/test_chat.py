@@ -9,21 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from peft import LoraConfig, PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from roundpipe_commands import chat as main
 from roundpipe_lightning import RoundPipeStrategy
-from roundpipe_lightning.cli.checkpoints.chat import main
+from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.models.export import ExportOptions, export_pretrained
 from roundpipe_lightning.modules import Adapters, ModelSource, byte_level_tokenizer
 from roundpipe_lightning.modules.chat import ChatModule
+from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.kit.architectures import TINY
-from tests.kit.runs import train_small
+from tests.kit.runs import SMALL
 from tests.kit.training import make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 ARCHITECTURE = {**TINY, "initializer_range": 0.3, "max_position_embeddings": 512}
+CHATS = Path(__file__).parents[2] / "examples" / "data" / "chat.jsonl"
 QUESTIONS = ["What comes after 41?", "And then?"]
 NUM_TOKENS = 6
 
@@ -36,9 +40,10 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def answers(model: Any) -> str:
+def answers(model: Any, template: str | None = None) -> str:
     """What transformers answers, as the command prints it."""
     tokenizer: Any = byte_level_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
     messages: list[dict[str, str]] = []
     said = ""
     for question in QUESTIONS:
@@ -75,10 +80,17 @@ def test_it_answers_as_transformers_does(
         adapted = Adapters(config=config, seed=1).apply(expected)
         name = str(export_pretrained(adapted, tmp_path / "adapter", options=ExportOptions()))
         expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), name)
+    template = None
     if kind == "checkpoint":
-        name = str(tmp_path / "run")
+        name, file = str(tmp_path / "run"), tmp_path / "template"
+        template = str(byte_level_tokenizer().chat_template).replace("assistant\\n", "says ")
+        file.write_text(template, encoding="utf-8")
         pretrained = (f"model.hub_name={base}", "model.weights=pretrained")
-        train_small(Path(name), *pretrained, "callbacks=export", "optimizer.lr=0.1")
+        chats = ("data=chat", f"data.files=[{CHATS}]", f"data.tokenizer.chat_template={file}")
+        small = [each for each in SMALL if "data.text" not in each and "seq_len" not in each]
+        words = [*small, f"paths.output_dir={name}", *pretrained, *chats, "callbacks=export"]
+        with initialize_config_dir(str(config_folder()), version_base="1.3"):
+            train(compose("train", overrides=[*words, "optimizer.lr=0.1"]))
         expected = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
     questions = iter(QUESTIONS)
 
@@ -91,7 +103,7 @@ def test_it_answers_as_transformers_does(
     monkeypatch.setattr(builtins, "input", ask)
     capsys.readouterr()
     assert main([name, f"--max-new-tokens={NUM_TOKENS}"]) == 0
-    assert capsys.readouterr().out == answers(expected)
+    assert capsys.readouterr().out == answers(expected, template)
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(

@@ -45,6 +45,7 @@ def compose_experiment(name: str, folder: Path, *overrides: str) -> Any:
         ("dpo", (), {"val_loss", "val_margin", "val_accuracy", "train_margin"}),
         ("dpo", (*PAIRS, "module=orpo"), {"val_loss", "val_margin", "val_accuracy"}),
         ("dpo", (*PAIRS, "module=reward"), {"val_loss", "val_margin", "val_accuracy"}),
+        ("dpo", (*PAIRS, "module=kto", "data=kto"), {"val_loss", "val_kl", "train_accuracy"}),
         ("classification", CLEAR, {"val_loss", "val_accuracy", "train_accuracy"}),
         ("text_full", (TEXTS, "data.validation_share=0.4"), {"val_loss"}),
     ],

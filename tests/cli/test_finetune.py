@@ -54,6 +54,31 @@ def test_a_model_and_records_become_a_folder_as_on_the_command_line(tmp_path: Pa
     assert summary(tmp_path / "again")["loss_last"] == result.figures["loss_last"]
 
 
+PAIRS = [{"prompt": f"{n}?", "chosen": "Yes.", "rejected": "No."} for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("method", "objective", "records"),
+    [
+        ("qlora", "sft", RECORDS),
+        ("lora", "dpo", PAIRS),
+        ("full", "orpo", PAIRS),
+        ("qlora", "kto", [{"prompt": p["prompt"], "completion": "No", "label": 0} for p in PAIRS]),
+        ("lora", "reward", PAIRS),
+    ],
+)
+def test_an_objective_is_trained_with_a_method(
+    method: str, objective: str, records: Any, tmp_path: Path
+) -> None:
+    given: Any = {"method": method, "objective": objective, "folder": tmp_path / "run", "epochs": 9}
+    result = finetune("tiny", records, **given, seq_len=64, batch_size=4, overrides=QUICK)
+    assert result.figures["num_steps"] == 3
+    files = {path.name for path in result.model_folder.iterdir()}
+    assert ("model.safetensors" if method == "full" else "adapter_model.safetensors") in files
+    columns = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"sft": "val_loss", "kto": "val_kl"}.get(objective, "val_margin") in columns
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

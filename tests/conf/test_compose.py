@@ -17,6 +17,7 @@ GROUPS = [path for path in FILES if len(path.parts) == 2]
 NEEDED = {
     "data/chat": ["data.files=[chat.jsonl]"],
     "data/classification": ["data.files=[texts.csv]", "data.classes=[no,yes]"],
+    "data/kto": ["data.files=[judged.jsonl]"],
     "data/preference": ["data.files=[pairs.jsonl]"],
     "data/text": ["data.files=[texts]"],
     "hardware/mixed": ["hardware.devices={rtx4090: 1, rtx3090: 2}"],

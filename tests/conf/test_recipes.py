@@ -51,7 +51,7 @@ EXPERTS = {
 
 def composed(folder: Path, recipe: str, *overrides: str, name: str = "train") -> DictConfig:
     name_machines(config_folder())
-    kind = "preferences" if recipe.endswith("dpo") else "chat"
+    kind = "preferences" if recipe.endswith(("dpo", "kto")) else "chat"
     given = [f"recipe={recipe}", f"data.files=[{EXAMPLES / kind}.jsonl]", *overrides]
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         return compose(name, overrides=[f"paths.output_dir={folder}", *given])
@@ -107,6 +107,7 @@ def test_recipes_are_planned_on_three_machines(recipe: str, tmp_path: Path) -> N
                 "qwen3_0_6b/full",
                 "qwen3_0_6b/qlora",
                 "qwen3_0_6b/dpo",
+                "qwen3_0_6b/kto",
                 "qwen3_30b_a3b/lora",
                 "llama3_2_1b/full",
                 "mistral_7b/lora",

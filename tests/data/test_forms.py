@@ -101,7 +101,9 @@ def test_calls_of_tools_and_own_names_of_fields_are_read() -> None:
         ),
         ({"chosen": "a", "rejected": "b"}, r"preference pairs .*module=preference data=preference"),
         ({"conversations": [{"from": "us", "value": "a"}]}, r"turn 1 is from 'us'\. Known are hum"),
-        ({"instruction": "q", "output": ""}, r"message 2 \(assistant\) has no content"),
+        ({"instruction": "q", "output": ""}, r"the field 'output' is empty\. Remove"),
+        ({"question": "q", "answer": None, "response": 3}, r"of no known form"),
+        ({"prompt": "q", "completion": 3}, r"the field 'completion' is a value of type int"),
         ({"messages": [{**ASKED, "train": "yes"}]}, r"message 1 has train='yes'\. Use true or"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

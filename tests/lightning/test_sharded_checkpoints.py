@@ -9,12 +9,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from roundpipe_commands import merge as main
 from roundpipe_lightning.checkpoint.io import (
     RoundPipeAsyncCheckpointIO,
     RoundPipeCheckpointIO,
     merge_checkpoint,
 )
-from roundpipe_lightning.cli.checkpoints.merge import main
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.resumption import RESUME_QUIET, plain

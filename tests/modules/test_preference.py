@@ -15,6 +15,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules import (
     Adapters,
     DirectPreferenceModule,
+    KahnemanTverskyModule,
     ModelSource,
     OddsRatioModule,
     PairModule,
@@ -52,8 +53,13 @@ def pairs(count: int = 4, length: int = 6) -> list[dict[str, Tensor]]:
     ]
 
 
-def loader(count: int = 4) -> DataLoader[Any]:
-    return DataLoader(pairs(count), batch_size=4)  # type: ignore[arg-type]
+def judged() -> list[dict[str, Tensor]]:
+    return [{**pair, "desirable": torch.tensor(n % 2 == 0)} for n, pair in enumerate(pairs())]
+
+
+def loader(count: int = 4, *, kind: type[PairModule] = PairModule) -> DataLoader[Any]:
+    samples: Any = judged() if kind is KahnemanTverskyModule else pairs(count)
+    return DataLoader(samples, batch_size=4)
 
 
 def batch() -> Any:
@@ -161,6 +167,41 @@ def test_orpo_is_equation_6_of_its_paper() -> None:
     torch.testing.assert_close(module.loss(module(given)), torch.stack(losses).mean())
 
 
+def test_kto_is_the_loss_of_its_paper() -> None:
+    """As in TRL's `kto_loss`, whose ratios of likelihoods are these rewards / beta.
+
+    beta = 0.1, log ratios of the answers 2, -1 and 0.5, of those to other prompts 0.3, 0.6, -0.3:
+    z0 = 0.1 * 0.2; losses 1 - s(0.18), 1.5 * (1 - s(0.12)), 1 - s(0.03); in all three thirds.
+    """
+    module = KahnemanTverskyModule(
+        ModelSource(architecture=DEEP), optimizer=SGD, beta=0.1, undesirable_weight=1.5
+    )
+    rewards = 0.1 * torch.tensor([[2.0, 0.3], [-1.0, 0.6], [0.5, -0.3]])
+    wanted = torch.tensor([True, False, True])
+    loss, margins, distance = module.loss_of_rewards(rewards, wanted)
+    assert loss.item() == pytest.approx(0.5508919, abs=1e-6)
+    assert margins.tolist() == pytest.approx([0.18, 0.12, 0.03])
+    assert distance.item() == pytest.approx(0.02)
+    behind = module.loss_of_rewards(-rewards, ~wanted)  # a distance below 0 counts as 0
+    assert behind[2].item() == 0
+    assert behind[1].tolist() == pytest.approx([0.2, 0.1, 0.05])
+
+
+def test_kto_compares_an_answer_and_one_to_another_prompt_with_the_reference() -> None:
+    module = KahnemanTverskyModule(ModelSource(architecture=DEEP), optimizer=SGD, beta=0.5)
+    module.configure_model()
+    given: Any = next(iter(loader(kind=KahnemanTverskyModule)))
+    before = log_likelihoods(module.model, given).detach()
+    with torch.no_grad():
+        for parameter in module.built_model.parameters():
+            parameter.mul_(1.1)
+    rewards = module(given)
+    expected = 0.5 * (log_likelihoods(module.model, given) - before)
+    torch.testing.assert_close(rewards, expected, rtol=1e-5, atol=1e-5)
+    [gradient] = torch.autograd.grad(rewards[:, 1].sum(), [module.built_model.lm_head.weight])
+    assert not gradient.any()
+
+
 def test_a_reward_model_scores_the_last_token_of_an_answer() -> None:
     module = RewardModule(ModelSource(architecture=DEEP), optimizer=SGD)
     module.pad_token_id = 0
@@ -177,14 +218,12 @@ def test_a_reward_model_scores_the_last_token_of_an_answer() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.parametrize("mode", ["step", "blocks"])
 @pytest.mark.parametrize(
-    ("kind", "adapters"),
+    ("kind", "adapters", "mode"),
     [
-        (DirectPreferenceModule, None),
-        (DirectPreferenceModule, LORA),
-        (OddsRatioModule, None),
-        (RewardModule, None),
+        *((DirectPreferenceModule, each, m) for each in (None, LORA) for m in ("step", "blocks")),
+        *((kind, None, m) for kind in (OddsRatioModule, RewardModule) for m in ("step", "blocks")),
+        *((KahnemanTverskyModule, each, "auto") for each in (None, LORA)),
     ],
 )
 def test_microbatches_give_the_gradients_of_the_whole_batch(
@@ -199,7 +238,7 @@ def test_microbatches_give_the_gradients_of_the_whole_batch(
             module.setup = lambda stage: None  # type: ignore[method-assign]
             module.pad_token_id = 0
         used = make_trainer(tmp_path / folder, max_steps=2, callbacks=[watch], **options)
-        used.fit(module, loader(), loader())
+        used.fit(module, loader(kind=kind), loader(kind=kind))
         return watch, used.callback_metrics
 
     plain, expected = run("plain")

@@ -7,8 +7,9 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from roundpipe_commands import EXIT_BAD_INPUT
 from roundpipe_lightning.checkpoint.folder import is_checkpoint_folder
 from roundpipe_lightning.cli.build import find_checkpoint, run_folder
 from roundpipe_lightning.cli.checkpoints.export import trained_module
+from roundpipe_lightning.cli.objects import build
 from roundpipe_lightning.errors import ModelSourceError, RoundPipeError
 from roundpipe_lightning.models.export import find_pretrained
 from roundpipe_lightning.models.load_module import draw_buffers
@@ -32,29 +34,16 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 _PRECISIONS: dict[str, Any] = {"float32": "32-true", "bfloat16": "bf16-true", "float16": "16-true"}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="roundpipe-chat",
-        description="Talk to a trained model. Its weights stay in host memory, or in their files, "
-        "and pass through one device block by block, so a model of any size answers.",
-        epilog="Ctrl-C ends an answer; Ctrl-D, or Ctrl-C at a question, ends the conversation.",
-    )
-    parser.add_argument(
-        "model", help="a checkpoint, a run's folder, `last`, an exported folder, or a hub name"
-    )
-    parser.add_argument("--system", help="the system message")
-    parser.add_argument("--chat-template", help="file with a Jinja template")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
-    options = parser.parse_args(arguments)
+def talk(options: argparse.Namespace) -> int:
+    """Talk as the command line says; return the exit status."""
     sampled = {"do_sample": True, "temperature": options.temperature}
     try:
         model, source = _load(options.model)
-        tokenizer = TokenizerSource(name=source, chat_template=options.chat_template).load()
+        if options.chat_template is not None:
+            source = replace(source, chat_template=options.chat_template)
         module = ChatModule(
             model,
-            tokenizer,
+            source.load(),
             write=_write,
             system=options.system,
             max_new_tokens=options.max_new_tokens,
@@ -76,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _load(name: str) -> tuple[Any, str | None]:
-    """The model of a checkpoint, a folder or a hub name, and the name of its tokenizer."""
+def _load(name: str) -> tuple[Any, TokenizerSource]:
+    """The model of a checkpoint, a folder or a hub name, and its tokenizer."""
     path = Path(name).expanduser()
     is_run = path.is_file() or is_checkpoint_folder(path) or (path / "config.yaml").is_file()
     if name == "last" or is_run:
@@ -89,11 +78,11 @@ def _load(name: str) -> tuple[Any, str | None]:
         draw_buffers(module)
         run = run_folder(Path(found))
         saved: Any = None if run is None else OmegaConf.load(run / "config.yaml")
-        tokenizer = OmegaConf.select(saved, "data.tokenizer.name") if saved else None
-        return find_pretrained(module), tokenizer
+        tokenizer = OmegaConf.select(saved, "data.tokenizer") if saved else None
+        return find_pretrained(module), build(tokenizer) or TokenizerSource()
     adapter = path / "adapter_config.json"
     if not adapter.is_file():
-        return _source(name).build(), name
+        return _source(name).build(), TokenizerSource(name=name)
     base = json.loads(adapter.read_text("utf-8")).get("base_model_name_or_path")
     if not base:
         raise ModelSourceError(
@@ -102,7 +91,7 @@ def _load(name: str) -> tuple[Any, str | None]:
         )
     has_tokenizer = (path / "tokenizer_config.json").is_file()
     model = saved_adapters(str(path)).apply(_source(base).build())
-    return model, str(path) if has_tokenizer else base
+    return model, TokenizerSource(name=str(path) if has_tokenizer else base)
 
 
 def _source(name: str) -> ModelSource:
@@ -144,7 +133,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
