@@ -1,10 +1,12 @@
 # An image with the commands, for NVIDIA GPUs or without one. Build it in a clone:
 #
 #   docker build -t roundpipe-lightning .
-#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD:/work" roundpipe-lightning \
-#       roundpipe-train model=qwen3_0_6b
+#   docker run --rm --gpus all --ipc=host --ulimit memlock=-1 --user "$(id -u):$(id -g)" \
+#       -v "$PWD:/work" -v "$HOME/.cache/huggingface:/tmp/.cache/huggingface" roundpipe-lightning \
+#       roundpipe-train recipe=qwen3_0_6b/lora data=my.jsonl
 #
-# Page-locked memory needs --ulimit memlock=-1. For the CPU build of torch:
+# Page-locked memory needs --ulimit memlock=-1. The second -v keeps what the hub sends. For the CPU
+# build of torch:
 #   --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
 FROM python:3.12-slim
 

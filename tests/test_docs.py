@@ -1,4 +1,5 @@
 import ast
+import inspect
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -8,8 +9,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+import roundpipe_lightning
 from roundpipe_commands import in_settings, name_machines
-from roundpipe_lightning import errors
+from roundpipe_lightning import errors, finetune
 from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.conf.test_models import PUBLISHED
 from tests.kit.programs import run_program
@@ -70,18 +72,43 @@ def test_examples_are_python_and_import_what_exists(document: str) -> None:
                 exec(compile(ast.Module([node], []), document, "exec"), {})
 
 
+def _right_hand(document: str) -> list[str]:
+    """The code in the last column of a page's tables "you wrote, you write"."""
+    rows = re.findall(r"^\|.*\| ([^|]+) \|$", _text(document), flags=re.MULTILINE)
+    return [code for cell in rows for code in re.findall(r"`([^`]+)`", cell)]
+
+
 def test_every_command_composes() -> None:
     """Every override that is shown exists; flags and sweeps are left out."""
     pattern = re.compile(r"^python train.py *([^#\n]*)", flags=re.MULTILINE)
     commands = {command for page in PAGES for command in pattern.findall(_text(page))}
+    written = [code for code in _right_hand("coming_from") if re.match(r"[\w.]+=[^\"(]+$", code)]
+    lists = re.findall(r"overrides=(\[.*?\])", _text("ways_in"))
+    written += [" ".join(["peft=lora", *ast.literal_eval(each)]) for each in lists]
     assert len(commands) >= 25
+    assert len(written) >= 25
     name_machines(CONF)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        for command in commands:
+        for command in [*commands, *(f"{each} data=a.jsonl" for each in written)]:
             words = [word for word in shlex.split(command) if "=" in word]
             sweeps = [word for word in words if "," in word and "[" not in word]
+            if "experiment=" in command and command.endswith(" data=a.jsonl"):
+                words.pop()
             settings = in_settings([word for word in words if word not in sweeps], CONF)
             compose("train", overrides=settings)
+
+
+def test_what_is_written_instead_is_python() -> None:
+    parameters = inspect.signature(finetune).parameters
+    table = _text("ways_in").partition("For a user of Hugging Face")[2].partition("##")[0]
+    named = re.findall(r"[` ]([a-z_]+)=[^|]*\|$", table, flags=re.MULTILINE)
+    assert "method" in named
+    assert set(named) <= set(parameters)
+    names = {name: getattr(roundpipe_lightning, name) for name in roundpipe_lightning.__all__}
+    calls = [code for code in _right_hand("coming_from") if re.match(r"RoundPipe\w+\(", code)]
+    assert len(calls) >= 3
+    for code in calls:
+        eval(code, names)
 
 
 # --- what conf/ has ------------------------------------------------------------------------------
