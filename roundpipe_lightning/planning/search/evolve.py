@@ -89,20 +89,7 @@ def search_partitions(
     if profile.num_blocks == 0:
         return (Partition(forward=(), backward=(0,)),)
     random = Random(effort.seed)
-    calls = call_lengths(profile.num_blocks, profile.cuts)
-
-    def island(limits: StageLimits, *, in_order: bool = True) -> _Island:
-        return _Island(
-            evaluator=evaluator,
-            limits=limits,
-            effort=effort,
-            random=random,
-            calls=calls,
-            in_order=in_order,
-            fits=fits,
-        )
-
-    best = island(limits)
+    best = _Island(evaluator=evaluator, limits=limits, effort=effort, random=random, fits=fits)
     best.add(even)
     if effort.num_generations == 0:
         return best.results(num_results)
@@ -116,12 +103,12 @@ def search_partitions(
         near = replace(limits, fused=fused)
         some = [partition for partition in even if partition.backward[0] <= fused]
         start = random.sample(some, min(len(some), 24))
-        one = island(near)
+        one = replace(best, limits=near, makespans={})
         one.add(start)
-        one.add([_random_partition(calls, near, random) for _ in range(effort.num_children)])
+        one.add([_random_partition(one.calls, near, random) for _ in range(effort.num_children)])
         one.evolve(each)
         best.adopt(one)
-    last = island(limits, in_order=False)
+    last = replace(best, in_order=False, makespans={})
     last.adopt(best)
     last.evolve(each)
     return last.results(num_results)
@@ -137,13 +124,11 @@ def neighbours(
     fits: Fits,
 ) -> tuple[Partition, ...]:
     """Return partitions that differ little from one, those with the shortest estimates first."""
-    calls = call_lengths(evaluator.profile.num_blocks, evaluator.profile.cuts)
     island = _Island(
         evaluator=evaluator,
         limits=limits,
         effort=effort,
         random=Random(seed),
-        calls=calls,
         in_order=False,
         fits=fits,
     )
@@ -159,13 +144,14 @@ class _Island:
     limits: StageLimits
     effort: Effort
     random: Random
-    calls: Sequence[int]
-    in_order: bool
+    in_order: bool = True
     fits: Fits | None
     makespans: dict[Partition, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.in_order &= not self.evaluator.pipelines  # else stages fit their workers
+        profile = self.evaluator.profile
+        self.calls = call_lengths(profile.num_blocks, profile.cuts)
 
     def add(self, partitions: Sequence[Partition]) -> None:
         new = [each for each in dict.fromkeys(partitions) if each not in self.makespans]
