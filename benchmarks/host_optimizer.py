@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.optim import HostAdamW
-from roundpipe_lightning.optim.threads import usable_processors
+from roundpipe_lightning.optim.kernel import usable_processors
 
 BYTES_PER_PARAMETER = 2 + 2 * 4 + 4 * 4 + 2
 COPY_BYTES_PER_PARAMETER = 2 * 4

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from roundpipe_lightning.callbacks.listening import Listening
 from roundpipe_lightning.callbacks.window import MeasuredBatch, Window
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.models.batch_sizes import count_batch
+from roundpipe_lightning.models.batches import count_batch
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy import compat

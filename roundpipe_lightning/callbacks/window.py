@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from roundpipe_lightning.models.batch_sizes import BatchCounts
+from roundpipe_lightning.models.batches import BatchCounts
 from roundpipe_lightning.planning.model.work import Operations
 from roundpipe_lightning.planning.report.step_record import IdleCause, Overlap, StepRecord
 

@@ -34,8 +34,7 @@ from roundpipe_lightning.engine.capture.trees import children_of
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.worker.user_code import Outside
 from roundpipe_lightning.errors import BatchError, StepModeError
-from roundpipe_lightning.models.batch_sizes import targets_of_rows
-from roundpipe_lightning.models.batches import batch_size_of, split_batch
+from roundpipe_lightning.models.batches import batch_size_of, split_batch, targets_of_rows
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
 from roundpipe_lightning.strategy.options import Options
 from roundpipe_lightning.strategy.planning.dry_run import prove

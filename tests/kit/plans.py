@@ -5,10 +5,14 @@ from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart
 from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.cuts import call_lengths, cuts_before, reversed_cuts
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule, split_rounds
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import (
+    Partition,
+    call_lengths,
+    cuts_before,
+    reversed_cuts,
+)
 from roundpipe_lightning.planning.search.partition import StageLimits, balanced_cuts
 
 

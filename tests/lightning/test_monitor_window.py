@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from roundpipe_lightning.callbacks.window import MeasuredBatch, Window
-from roundpipe_lightning.models.batch_sizes import BatchCounts
+from roundpipe_lightning.models.batches import BatchCounts
 from roundpipe_lightning.planning.model.work import Operations
 from roundpipe_lightning.planning.report.step_record import EngineCounters, IdleCause, StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe_lightning.models.batch_sizes import BatchCounts, count_batch, length_of, shortened
+from roundpipe_lightning.models.batches import BatchCounts, count_batch, length_of, shortened
 
 IDS = torch.tensor([[5, 6, 7, 0], [5, 6, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])

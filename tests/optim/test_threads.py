@@ -8,7 +8,7 @@ from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.transfer.gradient_downloads import HostSums
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.optim import threads
-from roundpipe_lightning.optim.threads import KernelThreads
+from roundpipe_lightning.optim.kernel import KernelThreads
 
 
 def test_intra_op_threads_of_others_stay() -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -60,18 +61,15 @@ def reason_not_separable(optimizer: Optimizer) -> str | None:
     own = pytree.tree_leaves(_attributes(optimizer))
     if any(isinstance(leaf, (Tensor, nn.Module, Optimizer)) for leaf in own):
         return "it keeps tensors beside the state of its parameters"
-    generator = torch.default_generator
-    before, of_class = generator.get_state(), _class_attributes(optimizer)
+    of_class = _class_attributes(optimizer)
     try:
-        with warnings.catch_warnings():  # said when it is stepped in earnest
-            warnings.simplefilter("ignore")
-            reason = _try(optimizer, drew=lambda: not torch.equal(generator.get_state(), before))
+        with _trial() as drew:
+            reason = _try(optimizer, drew=drew)
         changes = not _same(_class_attributes(optimizer), of_class)
         return "its step changes attributes of its class" if changes else reason
     except Exception as error:  # noqa: BLE001 - whatever its code does not like about the trial
         return f"a trial on small tensors failed ({type(error).__name__}: {error})"
     finally:
-        generator.set_state(before)
         for (kind, name), value in of_class.items():
             if not _same(vars(kind).get(name), value):
                 setattr(kind, name, value)
@@ -86,11 +84,8 @@ def reason_not_with_gradients(optimizer: Optimizer) -> str | None:
     Args:
         optimizer: It and its parameters stay as they are.
     """
-    generator = torch.default_generator
-    before = generator.get_state()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _trial():
             mixed, plain = _small_copy(optimizer), _small_copy(optimizer)
             for parameter in _parameters(plain):
                 parameter.grad_dtype = parameter.dtype
@@ -100,8 +95,6 @@ def reason_not_with_gradients(optimizer: Optimizer) -> str | None:
                     plain_step(type(twin))(twin)
     except Exception as error:  # noqa: BLE001 - whatever its code does not like about the trial
         return f"{type(error).__name__}: {error}"
-    finally:
-        generator.set_state(before)
     pairs = zip(_parameters(mixed), _parameters(plain), strict=True)
     return None if all(_close(one, other) for one, other in pairs) else "its step is another then"
 
@@ -114,11 +107,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     Args:
         optimizer: It and its parameters stay as they are.
     """
-    generator = torch.default_generator
-    before = generator.get_state()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _trial():
             whole, *halves = (_small_copy(optimizer) for _ in range(3))
             for twin in (whole, *halves):
                 twin.state.clear()
@@ -133,12 +123,23 @@ def is_elementwise(optimizer: Optimizer) -> bool:
                     step.run(step.parameters)
     except Exception:  # noqa: BLE001 - whatever its code does not like about the trial
         return False
-    finally:
-        generator.set_state(before)
     apart = zip(*map(_parameters, halves), strict=True)
     joined = [torch.cat([_half_of(p, half) for half, p in enumerate(pair)]) for pair in apart]
     pairs = zip(_parameters(whole), joined, strict=True)
     return all(_close(one.detach().reshape(-1), other) for one, other in pairs)
+
+
+@contextmanager
+def _trial() -> Iterator[Callable[[], bool]]:
+    """Let nobody notice a trial; gives what says whether it has drawn random numbers so far."""
+    generator = torch.default_generator
+    before = generator.get_state()
+    try:
+        with warnings.catch_warnings():  # said when it is stepped in earnest
+            warnings.simplefilter("ignore")
+            yield lambda: not torch.equal(generator.get_state(), before)
+    finally:
+        generator.set_state(before)
 
 
 def _half_of(tensor: Tensor, half: int) -> Tensor:

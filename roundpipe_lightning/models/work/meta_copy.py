@@ -31,8 +31,6 @@ from roundpipe_lightning.engine.capture.view import class_like, is_compiled_wrap
 from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter
 from roundpipe_lightning.errors import ConfigurationError
 
-__all__ = ["MetaCopy"]
-
 _TABLES = ("_parameters", "_buffers", "_modules")
 _SHARED = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum),

@@ -26,8 +26,6 @@ from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.work.meter import Count, FusedAttention, Meter
 
-__all__ = ["Call", "MeasuredRun", "SegmentCost", "kinds_of", "measure_run"]
-
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)
 _DEPTH = 4
 _MANY_BLOCKS = 3  # fewer blocks than this may count something else, such as dimensions

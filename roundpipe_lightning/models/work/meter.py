@@ -26,8 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Count", "FusedAttention", "Meter", "transformers_attention", "without_values"]
-
 aten = torch.ops.aten
 
 _FREE = frozenset(

@@ -6,8 +6,8 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -15,8 +15,6 @@ from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.models.quantized import quantizable_weights
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile, fingerprint
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Work, WorkProfile
-
-__all__ = ["module_fingerprint", "parameter_work", "profile_module"]
 
 Blocks: TypeAlias = BlockStack | Chain | None
 """The blocks of a model: those of one stack that is called once, or the calls of a step.
@@ -52,18 +50,12 @@ def parameter_work(module: nn.Module, stack: Blocks) -> WorkProfile:
         uses = [(p, _operations(owner, p, shares)) for owner, p in _parameter_uses(owners)]
         every_token = sum(count for _, count in uses)
         trained = sum(count for p, count in uses if p.requires_grad)
-        tensors = owned_tensors(owners)
         trainable = {p for p, _ in uses if p.requires_grad and has_backward}
         return BlockWork(
             name=name,
             forward=_operations_work(every_token),
             backward=_operations_work(every_token + trained if has_backward else 0),
-            num_parameters=num_parameters(tensors),
-            num_trainable=sum(p.numel() for p in trainable),
-            parameter_bytes=sum(tensor.nbytes for tensor in tensors),
-            trainable_bytes=sum(p.nbytes for p in trainable),
-            num_quantizable=num_parameters(tensors & packed),
-            quantizable_bytes=sum(tensor.nbytes for tensor in tensors & packed),
+            **sizes_of(owned_tensors(owners), trained=trainable, packed=packed),
         )
 
     head, tail = _segments(module, stack)
@@ -150,8 +142,20 @@ def quantizable_tensors(module: nn.Module) -> set[Tensor]:
     return {getattr(layer, name) for layer, name in quantizable_weights(module)}
 
 
-def num_parameters(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter))
+def sizes_of(tensors: Set[Tensor], *, trained: Set[Tensor], packed: Set[Tensor]) -> dict[str, Any]:
+    """Return the numbers and bytes of parameters, by the names of `BlockWork`."""
+
+    def count(some: Iterable[Tensor]) -> int:
+        return sum(tensor.numel() for tensor in some if isinstance(tensor, nn.Parameter))
+
+    return {
+        "num_parameters": count(tensors),
+        "num_trainable": sum(tensor.numel() for tensor in trained),
+        "parameter_bytes": sum(tensor.nbytes for tensor in tensors),
+        "trainable_bytes": sum(tensor.nbytes for tensor in trained),
+        "num_quantizable": count(tensors & packed),
+        "quantizable_bytes": sum(tensor.nbytes for tensor in tensors & packed),
+    }
 
 
 def _parameter_uses(owners: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, nn.Parameter]]:

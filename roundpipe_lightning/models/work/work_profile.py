@@ -45,13 +45,11 @@ from roundpipe_lightning.models.work.meta_run import (
 from roundpipe_lightning.models.work.meter import Count, transformers_attention
 from roundpipe_lightning.models.work.parameters import (
     module_fingerprint,
-    num_parameters,
     owned_tensors,
     quantizable_tensors,
+    sizes_of,
 )
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak, Work, WorkProfile
-
-__all__ = ["Call", "causal_lm_call", "step_profile", "work_profile"]
 
 _ATTENTION = "roundpipe_counted"
 _LONG = 16  # factor by which sequences are lengthened to find the memory of long ones
@@ -74,7 +72,6 @@ def work_profile(
     *,
     call: Call = causal_lm_call,
     seq_len: int = 2048,
-    fused_attention: bool = True,
     compute_dtype: torch.dtype | None = None,
     settings: Mapping[str, Any] | None = None,
     replaced: Iterable[tuple[object, object]] = (),
@@ -86,8 +83,6 @@ def work_profile(
         stack: Its blocks. None: the whole module is the tail segment.
         seq_len: Tokens of the shorter sequences. Where attention has a window, results are best
             close to it.
-        fused_attention: Whether transformers' models use fused attention whatever their
-            configuration says, where their code allows it.
         compute_dtype: As for `step_profile`, whose next two arguments are the same, too.
         settings: None: the module itself runs, not a copy.
         replaced: Pairs of an object that the module holds and what the copy has in its place.
@@ -110,22 +105,21 @@ def work_profile(
         shapes = ((1, seq_len), (1, 2 * seq_len), (2, seq_len))
         return [measure_run(run_module, run_stack, call, *shape, kinds=kinds) for shape in shapes]
 
+    fused = True
     with _gradients(run_module):
         try:
-            with _attention(run_module, fused=fused_attention):
+            with _attention(run_module):
                 runs = three_runs(seq_len)
         except ConfigurationError:
             # Some models' code handles its masks itself and cannot do without them: they are
             # measured with the attention that their configuration names.
-            if not fused_attention:
-                raise
-            fused_attention = False
+            fused = False
             runs = three_runs(seq_len)
         fit = _Fit(runs=runs, seq_len=seq_len)
         fits = [fit, fit]
         with (
             contextlib.suppress(ConfigurationError),  # the model takes no long sequences
-            _attention(run_module, fused=fused_attention),
+            _attention(run_module) if fused else contextlib.nullcontext(),
         ):
             fits[1] = _Fit(runs=three_runs(_LONG * seq_len), seq_len=_LONG * seq_len)
     head_modules = runs[0].head_modules
@@ -268,17 +262,11 @@ def _segment_work(
             memory_bytes=amount(lambda cost: count(cost).memory_bytes),
         )
 
-    trained = {tensor for tensor in tensors if tensor.requires_grad}
     return BlockWork(
         name=name,
         forward=work(lambda cost: cost.forward),
         backward=work(lambda cost: cost.backward),
-        num_parameters=num_parameters(tensors),
-        num_trainable=sum(tensor.numel() for tensor in trained),
-        parameter_bytes=sum(tensor.nbytes for tensor in tensors),
-        trainable_bytes=sum(tensor.nbytes for tensor in trained),
-        num_quantizable=num_parameters(tensors & packed),
-        quantizable_bytes=sum(tensor.nbytes for tensor in tensors & packed),
+        **sizes_of(tensors, trained={t for t in tensors if t.requires_grad}, packed=packed),
         boundary_bytes=amount(lambda cost: cost.boundary_bytes),
         gradient_bytes=amount(lambda cost: cost.gradient_bytes),
         kept_bytes=amount(lambda cost: cost.kept_bytes),
@@ -358,7 +346,7 @@ def _gradients(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _attention(module: nn.Module, *, fused: bool) -> Iterator[None]:
+def _attention(module: nn.Module) -> Iterator[None]:
     """Make transformers' models call fused attention, by the name they look it up with."""
     configs = {
         id(config): config
@@ -366,7 +354,7 @@ def _attention(module: nn.Module, *, fused: bool) -> Iterator[None]:
         if (config := getattr(child, "config", None)) is not None
         and hasattr(config, "_attn_implementation")
     }
-    if not fused or not configs:
+    if not configs:
         yield
         return
     from transformers import AttentionInterface

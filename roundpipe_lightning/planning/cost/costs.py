@@ -128,7 +128,6 @@ class StageCosts:
         forward: Per FORWARD stage, in the order of `Partition.forward`.
         backward: Per FUSED and BACKWARD stage, in the order of `Partition.backward`.
         hop_seconds: Time for a boundary or gradient to get from one worker to another.
-        recompute_start: When a recompute may begin.
         route: The way that boundaries take, which the hop is of.
         speeds: How fast every worker is: the costs are those of speed 1. Empty: all are.
     """

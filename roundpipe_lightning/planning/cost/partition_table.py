@@ -159,15 +159,10 @@ class Evaluator:
 
     Attributes:
         rounds: Microbatches of each round.
-        hop_seconds: Time from one worker to the next.
-        recompute_start: When a recompute may begin.
         forward_upload_seconds: Time to upload one byte of weights for a FORWARD stage; 0: no time.
         backward_upload_seconds: The same for FUSED and BACKWARD stages, whose uploads may share the
             host's memory with gradients on their way back.
-        weight_slots: Stages whose weights a worker holds at once.
-        recompute: What BACKWARD stages start from.
         team_size: Pipelines beside each other.
-        host: What a step takes beside its pipeline.
         pipelines: Speeds of the workers of each pipeline and its microbatches of each round, where
             workers are unequal; the slowest one counts. Empty: all are as above, of speed 1.
         joined: Microbatches of the batch whose tail segment runs once, as in `Partition`; 0: none.

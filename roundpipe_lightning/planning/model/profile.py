@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.schedule.cuts import check_cuts
-from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, check_cuts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,15 +142,12 @@ class Work:
 class BlockWork:
     """Operations and bytes of a block, or of the head or tail segment.
 
+    What is not named here is as of `BlockProfile`.
+
     Attributes:
-        name: Dotted name in the model, e.g. `model.layers.3`.
         backward: The backward pass, the recompute not included.
         num_parameters: Parameters, without buffers.
         num_trainable: Those that get a gradient.
-        parameter_bytes: Size of all parameters and buffers in the compute dtype.
-        trainable_bytes: Size of those that get a gradient, in the compute dtype.
-        num_quantizable: Frozen parameters that the loader quantises if it is to.
-        quantizable_bytes: Their size in the compute dtype.
         boundary_bytes: What is handed to the next block.
         gradient_bytes: What is handed back to the block before: the gradient of the input; 0 where
             nothing before is trained.
@@ -194,14 +191,10 @@ class BlockWork:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkProfile:
-    """A model as work: a chain of blocks between a head and a tail segment.
+    """A model as work: a `ModelProfile` without seconds.
 
     Attributes:
-        blocks: The blocks in the order in which they run.
-        head: The code before the first block (embedding, masks).
-        tail: The code after the last block (norm, LM head, loss).
         tied_parameters: Parameters that head and tail share, counted in both.
-        cuts: Where no stage may reach across, see `ModelProfile.cuts`.
     """
 
     blocks: tuple[BlockWork, ...]

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.files import write_text
-from roundpipe_lightning.planning.schedule.cuts import check_partition
 from roundpipe_lightning.planning.schedule.schedule import Schedule, validate_schedule
-from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy, check_partition
 
 _NONE = "-"
 

@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
-from roundpipe_lightning.planning.schedule.cuts import call_lengths, grouped
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition, call_lengths, grouped
 from roundpipe_lightning.planning.search.partition import StageLimits
 
 Fits = Callable[[PartitionTable], npt.NDArray[np.bool_]]

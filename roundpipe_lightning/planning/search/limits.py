@@ -26,9 +26,13 @@ from roundpipe_lightning.planning.cost.device_memory import Footprint
 from roundpipe_lightning.planning.cost.partition_table import PartitionTable
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.schedule.cuts import call_lengths, cuts_before, reversed_cuts
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import (
+    Partition,
+    call_lengths,
+    cuts_before,
+    reversed_cuts,
+)
 from roundpipe_lightning.planning.search.partition import StageLimits, greedy_cuts
 
 _GIB = 2**30

@@ -17,8 +17,12 @@ from itertools import accumulate, pairwise
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.schedule.cuts import call_lengths, cuts_before, reversed_cuts
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import (
+    Partition,
+    call_lengths,
+    cuts_before,
+    reversed_cuts,
+)
 
 RESOLUTION = 1e-9
 """Parts that differ by less than this share of the sum of all weights count as equally heavy."""
@@ -29,9 +33,7 @@ class StageLimits:
     """Most blocks that a stage may have, for memory's or the user's sake.
 
     Attributes:
-        forward: Blocks of a FORWARD stage.
-        backward: Blocks of a BACKWARD stage.
-        fused: Blocks of the FUSED stage; 0 allows only the tail segment.
+        fused: 0 allows only the tail segment.
 
     Raises:
         PlanError: If a limit leaves no stage possible.

@@ -12,8 +12,13 @@ from typing import Any
 
 from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart
-from roundpipe_lightning.planning.schedule.cuts import check_partition, cuts_before, reversed_cuts
-from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import (
+    Partition,
+    RecomputePolicy,
+    check_partition,
+    cuts_before,
+    reversed_cuts,
+)
 from roundpipe_lightning.planning.search.evolve import Effort
 from roundpipe_lightning.planning.search.partition import StageLimits, even_cuts
 
@@ -289,17 +294,14 @@ class PlanningRequest:
         partitions: Partitions to choose from; empty: the search finds them.
         hop_seconds: From one worker to another; None: that of the largest boundary, by way of the
             host (a download and an upload) or directly (`BoundaryRoute`).
-        recompute_start: When the workers begin a recompute.
         recompute: What BACKWARD stages may start from. Without NONE there is a BACKWARD stage,
             without the others there is none. Of several SELECTIVE is chosen where it saves enough.
         weight_slots: Slots for weights to choose from; one is taken where it makes a better plan
             fit.
         at_least_resident: Blocks that must stay on every worker.
         at_most_resident: Blocks that may stay on a worker; None: as many as fit and save uploads.
-        effort: How long to search per team and round size.
-        speeds: How fast every worker is: durations are those of speed 1. Empty: all are.
-        joined: Whether the microbatches are pieces of one batch, as in `PipelineConfig`. Durations
-            of the tail segment are spread over them.
+        speeds: As of `PipelineConfig`: durations are those of speed 1.
+        joined: As of `PipelineConfig`: durations of the tail segment are spread over the pieces.
     """
 
     num_microbatches: int | tuple[int, ...]

@@ -23,8 +23,7 @@ from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.store.mapped_parameter import is_mapped
 from roundpipe_lightning.errors import BatchError, FitError, PlanError
-from roundpipe_lightning.models.batch_sizes import length_of, shortened
-from roundpipe_lightning.models.batches import batch_size_of, split_batch
+from roundpipe_lightning.models.batches import batch_size_of, length_of, shortened, split_batch
 from roundpipe_lightning.models.work.parameters import parameter_work, profile_module
 from roundpipe_lightning.planning.cost.costs import UpdateTiming
 from roundpipe_lightning.planning.cost.memory import longest_that_fits
