@@ -7,7 +7,7 @@ import torch
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.transfer.gradient_downloads import HostSums
 from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
-from roundpipe_lightning.optim import threads
+from roundpipe_lightning.optim import kernel
 from roundpipe_lightning.optim.kernel import KernelThreads
 
 
@@ -33,6 +33,6 @@ def test_intra_op_threads_of_others_stay() -> None:
 def test_one_core_in_eight_is_left_to_others(
     intra_op: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "usable_processors", lambda: set(range(16)))
+    monkeypatch.setattr(kernel, "usable_processors", lambda: set(range(16)))
     torch.set_num_threads(intra_op)
     assert KernelThreads[int](num_threads=None, num_scratch=8).num_threads == expected
