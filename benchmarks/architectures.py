@@ -50,9 +50,8 @@ from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.models.blocks import find_stacks
-from roundpipe_lightning.models.work.parameters import profile_module
 from roundpipe_lightning.planning.schedule.plan import Plan
-from tests.kit.plans import default_plan
+from tests.kit.plans import default_plan, profile_module
 
 SIZES = tiny_configs.TinySizes()
 NUM_WORKERS = 3

@@ -26,8 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.models.blocks import find_stacks
-from roundpipe_lightning.models.work.parameters import profile_module
-from tests.kit.plans import default_plan
+from tests.kit.plans import default_plan, profile_module
 
 ARCHITECTURE = {
     "hidden_size": 384,

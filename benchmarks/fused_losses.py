@@ -27,8 +27,7 @@ from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion
-from roundpipe_lightning.models.work.parameters import profile_module
-from tests.kit.plans import default_plan
+from tests.kit.plans import default_plan, profile_module
 
 KIND = "causal"  # as benchmarks/architectures.py calls it
 TOLERANCE = 1e-5

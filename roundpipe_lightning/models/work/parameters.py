@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.models.quantized import quantizable_weights
-from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile, fingerprint
+from roundpipe_lightning.planning.model.profile import fingerprint
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Work, WorkProfile
 
 Blocks: TypeAlias = BlockStack | Chain | None
@@ -22,7 +22,6 @@ Blocks: TypeAlias = BlockStack | Chain | None
 None: the whole module is the tail segment, which the fused stage runs.
 """
 
-_OPERATIONS_PER_SECOND = 1e12  # of no device in particular: only ratios of durations matter
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -75,28 +74,6 @@ def parameter_work(module: nn.Module, stack: Blocks) -> WorkProfile:
 
 def _operations_work(operations: float) -> Work:
     return Work(matrix_operations=Amount(fixed=float(operations)))
-
-
-def profile_module(module: nn.Module, stack: Blocks) -> ModelProfile:
-    """Return `parameter_work` in seconds of a device that does 10^12 operations per second."""
-
-    def profile(work: BlockWork) -> BlockProfile:
-        return BlockProfile(
-            name=work.name,
-            forward_seconds=work.forward.matrix_operations.fixed / _OPERATIONS_PER_SECOND,
-            backward_seconds=work.backward.matrix_operations.fixed / _OPERATIONS_PER_SECOND,
-            parameter_bytes=work.parameter_bytes,
-            trainable_bytes=work.trainable_bytes,
-        )
-
-    work = parameter_work(module, stack)
-    return ModelProfile(
-        blocks=tuple(map(profile, work.blocks)),
-        cuts=work.cuts,
-        head=profile(work.head),
-        tail=profile(work.tail),
-        fingerprint=work.fingerprint,
-    )
 
 
 def module_fingerprint(module: nn.Module, stack: Blocks) -> str:

@@ -24,7 +24,7 @@ from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.store.mapped_parameter import is_mapped
 from roundpipe_lightning.errors import BatchError, FitError, PlanError
 from roundpipe_lightning.models.batches import batch_size_of, length_of, shortened, split_batch
-from roundpipe_lightning.models.work.parameters import parameter_work, profile_module
+from roundpipe_lightning.models.work.parameters import parameter_work
 from roundpipe_lightning.planning.cost.costs import UpdateTiming
 from roundpipe_lightning.planning.cost.memory import longest_that_fits
 from roundpipe_lightning.planning.model.profile import ModelProfile
@@ -140,7 +140,6 @@ class StepPlanner:
         behind = options.update == "async"
         self._timing = UpdateTiming.BEHIND_NEXT_STEP if behind else UpdateTiming.AFTER_STEP
         self._first_chain = self.chain = first_chain(stacks, given_plan)
-        self.profile: ModelProfile = profile_module(module, self.chain)
         self._parameter_work = parameter_work(module, self.chain)
         self._planned: list[Planned] = []
         # A dry run would take batches.
@@ -155,6 +154,7 @@ class StepPlanner:
         self._constraints = PlanConstraints(options, machine=self.machine)
         self._restored: list[Mapping[str, Any]] = []
         self._announced: list[tuple[TrainingJob, Plan]] = []
+        self.profile: ModelProfile = self.first_job().profile
 
     # --- before the first batch ------------------------------------------------------------------
 
@@ -183,9 +183,8 @@ class StepPlanner:
                 f"workers_per_device give {self._num_workers}. Change one of them, or set "
                 "plan='auto'."
             )
-        plan.check_model(
-            self.profile.fingerprint, block_names=self.profile.block_names, cuts=self.profile.cuts
-        )
+        work = self._parameter_work
+        plan.check_model(work.fingerprint, block_names=work.block_names, cuts=work.cuts)
 
     def take_chain(self, chain: Chain) -> bool:
         """Plan for what a step has called, from the next batch on; return whether it is new."""
@@ -196,8 +195,8 @@ class StepPlanner:
                 self.chain = chain  # it knows, too, which of the calls are without gradients
             return False
         self.chain = chain
-        self.profile = profile_module(self._module, chain)
         self._parameter_work = parameter_work(self._module, chain)
+        self.profile = self.first_job().profile
         self._planned.clear()
         return True
 
