@@ -41,7 +41,7 @@ from roundpipe_lightning.optim.pieces import (
     memory_of,
     shaped,
 )
-from roundpipe_lightning.optim.state import MomentFormat, StateLayout, StatePlace, check_options
+from roundpipe_lightning.optim.state import MomentFormat, StatePlace, check_options
 
 _HOW_TORCH_STEPS = {
     "amsgrad": False,
@@ -106,9 +106,9 @@ class HostAdamW(Optimizer):
             raise ConfigurationError(f"num_threads={num_threads!r}: give 1 or more, or None.")
         _check_choice("moments", moments, [form.value for form in MomentFormat])
         _check_choice("kernel", kernel, ("auto", "torch", "native"))
-        self._layout = StateLayout(form=MomentFormat(moments))
+        self._moments = MomentFormat(moments)
         self._kernel = StepKernel(
-            moments=self._layout.form,
+            moments=self._moments,
             stochastic_rounding=stochastic_rounding,
             num_threads=num_threads,
             choice=kernel,
@@ -161,7 +161,7 @@ class HostAdamW(Optimizer):
         """Give parameters what must not depend on when they are first stepped."""
         trained = []
         for parameter in parameters:
-            if self._layout.rounds(parameter):
+            if self._moments.rounds(parameter):
                 self.state[parameter]["noise_seed"] = mix(self._seed, self._num_known)
             self._num_known += 1
             if parameter.requires_grad and "step" not in self.state[parameter]:
@@ -169,7 +169,7 @@ class HostAdamW(Optimizer):
         files = self._kernel.files
         if files is not None and not any(parameter.is_meta for parameter in trained):
             # the disk says now whether there is room
-            fields = [self._layout.fields(parameter) for parameter in trained]
+            fields = [self._moments.fields(parameter) for parameter in trained]
             for parameter, tensors in zip(trained, files.allocate(fields), strict=True):
                 self.state[parameter].update(step=_zero(), **tensors)
 
@@ -220,12 +220,12 @@ class HostAdamW(Optimizer):
             )
         state = self.state[parameter]
         if "step" not in state:
-            state.update(step=_zero(), **self._layout.allocate(parameter))
+            state.update(step=_zero(), **self._moments.allocate(parameter))
         seed = state.get("noise_seed", self._seed)
         return FlatParameter(
             values=values,
             gradient=flattened_like(gradient, parameter),
-            state=self._layout.flat(state, parameter),
+            state=self._moments.flat(state, parameter),
             step=state["step"],
             copy=self._kernel.copies.get(memory_of(parameter)),
             seed=mix(seed, int(state["step"]) + 1),
@@ -272,7 +272,7 @@ class HostAdamW(Optimizer):
             for number, parameter in zip(saved["params"], group["params"], strict=True)
         }
         form["state"] = {
-            number: self._layout.export(state, ids[number])
+            number: self._moments.export(state, ids[number])
             for number, state in form["state"].items()
             if number in ids and int(state.get("step", 0))
         }
@@ -309,8 +309,8 @@ class HostAdamW(Optimizer):
         if "step" not in state:
             self._number([parameter])
         if "step" not in state:
-            state.update(step=_zero(), **self._layout.allocate(parameter))
-        self._layout.restore(saved, state, parameter, name=self.name_of(parameter))
+            state.update(step=_zero(), **self._moments.allocate(parameter))
+        self._moments.restore(saved, state, parameter, name=self.name_of(parameter))
 
     @property
     def kernel(self) -> str:
@@ -320,7 +320,7 @@ class HostAdamW(Optimizer):
 
     @property
     def state_place(self) -> StatePlace:
-        size, on_disk = self._layout.bytes_per_parameter(), self._kernel.files is not None
+        size, on_disk = self._moments.bytes_per_parameter(), self._kernel.files is not None
         return StatePlace(memory_bytes=0 if on_disk else size, disk_bytes=size if on_disk else 0)
 
 

@@ -24,7 +24,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim.blockwise import BLOCK, num_blocks
 from roundpipe_lightning.optim.disk import StateFiles
 from roundpipe_lightning.optim.pieces import FlatParameter, Scratch, Task, cut_into_tasks
-from roundpipe_lightning.optim.state import MomentFormat, StateLayout
+from roundpipe_lightning.optim.state import MomentFormat
 from roundpipe_lightning.optim.torch_step import NUM_SCRATCH, step_with_torch
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class StepKernel:
         """Return the function that steps a task."""
         with_torch = functools.partial(
             step_with_torch,
-            moments=StateLayout(form=self._moments).moments,
+            moments=self._moments.moments,
             stochastic_rounding=self._stochastic,
         )
         if not self.is_native:

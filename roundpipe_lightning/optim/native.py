@@ -26,7 +26,7 @@ from roundpipe_lightning.optim.compiled_loops import (
     noise_keys,
 )
 from roundpipe_lightning.optim.pieces import FlatParameter, Piece, Scratch, Settings
-from roundpipe_lightning.optim.state import MomentFormat, StateLayout
+from roundpipe_lightning.optim.state import MomentFormat
 from roundpipe_lightning.optim.torch_step import NUM_SCRATCH, step_with_torch
 
 _NEEDED = ("avx2", "fma", "f16c")  # of x86: without them LLVM calls functions that may be missing
@@ -57,7 +57,7 @@ class PieceStep:
         self._in_blocks = form.moments is MomentFormat.EIGHT_BITS
 
     def __call__(self, start: int, stop: int) -> None:
-        """Step the elements from `start`, a multiple of `ALIGNMENT`, to `stop`."""
+        """Step the elements from `start`, a multiple of 1024, to `stop`."""
         if self._in_blocks:
             codes, scales, other_codes, other_scales = self._state
             blocks = slice(start // BLOCK, num_blocks(stop))
@@ -138,7 +138,7 @@ def _has_bits_of_torch(form: KernelForm, function: Callable[..., None], width: i
             step_with_torch(
                 (Piece(parameter=theirs, start=0, stop=_TRIED),),
                 Scratch(NUM_SCRATCH * _TRIED),
-                moments=StateLayout(form=form.moments).moments,
+                moments=form.moments.moments,
                 stochastic_rounding=form.stochastic,
             )
         if not all(map(torch.equal, _written(mine), _written(theirs))):
@@ -154,7 +154,7 @@ def _sample_parameter(form: KernelForm, settings: Settings) -> FlatParameter:
     return FlatParameter(
         values=values,
         gradient=drawn[1].to(form.gradient),
-        state=StateLayout(form=form.moments).allocate(values),
+        state=form.moments.allocate(values),
         step=torch.zeros((), dtype=torch.float32),
         copy=None if form.copy is None else torch.zeros(_TRIED, dtype=form.copy),
         seed=1,
@@ -171,7 +171,7 @@ def _is_readable(parameter: FlatParameter, moments: MomentFormat) -> bool:
     """Return whether all tensors are what numpy can share, and what compiled code expects."""
     values, state = parameter.values, parameter.state
     whole = [t for t in (values, parameter.gradient, parameter.copy) if t is not None]
-    fields = StateLayout(form=moments).fields(values)
+    fields = moments.fields(values)
     return (
         all(type(t) is Tensor and t.device.type == "cpu" for t in (*whole, *state.values()))
         and all(t.dtype in READERS and t.numel() == values.numel() for t in whole)

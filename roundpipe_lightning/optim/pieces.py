@@ -1,7 +1,7 @@
 """Parameters cut into pieces that fit a processor's cache.
 
 A parameter is seen as one flat vector in the order of its memory, and so are its gradient, its
-state and its copies. A piece begins at a multiple of `ALIGNMENT`, so which elements share a vector
+state and its copies. A piece begins at a multiple of 1024 elements, so which of them share a vector
 instruction, or a scale of 8 bit codes, does not depend on how large pieces are. Small parameters
 with the same settings share a task, because every call of a kernel costs some microseconds.
 """
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from roundpipe_lightning.optim.blockwise import BLOCK
-
-ALIGNMENT = 1024  # elements; a multiple of a vector register and of a block of 8 bit codes
 
 ROUNDED = ("values", "first", "second")
 """Parts of a parameter that noise is drawn for: the master and its two moments."""
@@ -61,7 +59,7 @@ Task = tuple[Piece, ...]  # pieces with the same settings that one thread steps
 
 
 def cut_into_tasks(parameters: Sequence[FlatParameter], *, size: int) -> Iterator[Task]:
-    """Cut parameters into tasks of at most `size` elements, a multiple of `ALIGNMENT`."""
+    """Cut parameters into tasks of at most `size` elements, a multiple of 1024."""
     group: list[Piece] = []
     filled = 0
     for parameter in parameters:

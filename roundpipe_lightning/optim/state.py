@@ -39,14 +39,6 @@ _LARGE = 1 << 20  # elements of a parameter whose bytes are those of a large mod
 _PIECE = 1 << 18  # elements that a whole moment is converted by; a multiple of BLOCK
 
 
-class MomentFormat(Enum):
-    """Number format of the moments."""
-
-    FP32 = "fp32"  # float32: 8 bytes per parameter, the numbers of `torch.optim.AdamW(fused=True)`
-    BF16 = "bf16"  # bfloat16, rounded at random: 4 bytes per parameter
-    EIGHT_BITS = "8bit"  # blocks of 8 bit codes (`optim/blockwise.py`): 2.03 bytes per parameter
-
-
 class Moment:
     """One of the two moments, as an ordinary tensor.
 
@@ -131,21 +123,22 @@ def working_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype is torch.float64 else torch.float32
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateLayout:
-    """Layout of the state."""
+class MomentFormat(Enum):
+    """Number format of the moments, and how the state lies in memory with it."""
 
-    form: MomentFormat
+    FP32 = "fp32"  # float32: 8 bytes per parameter, the numbers of `torch.optim.AdamW(fused=True)`
+    BF16 = "bf16"  # bfloat16, rounded at random: 4 bytes per parameter
+    EIGHT_BITS = "8bit"  # blocks of 8 bit codes (`optim/blockwise.py`): 2.03 bytes per parameter
 
     @functools.cached_property
     def moments(self) -> tuple[Moment, Moment]:
         """The first and the second moment."""
-        if self.form is MomentFormat.EIGHT_BITS:
+        if self is MomentFormat.EIGHT_BITS:
             return (
                 BlockwiseMoment("exp_avg", code=FIRST_MOMENT),
                 BlockwiseMoment("exp_avg_sq", code=SECOND_MOMENT),
             )
-        dtype = torch.bfloat16 if self.form is MomentFormat.BF16 else None
+        dtype = torch.bfloat16 if self is MomentFormat.BF16 else None
         return Moment("exp_avg", dtype=dtype), Moment("exp_avg_sq", dtype=dtype)
 
     def fields(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -153,7 +146,7 @@ class StateLayout:
         return {**first, **second}
 
     def rounds(self, parameter: Tensor) -> bool:
-        return self.form is not MomentFormat.FP32 or parameter.dtype is torch.bfloat16
+        return self is not MomentFormat.FP32 or parameter.dtype is torch.bfloat16
 
     def allocate(self, parameter: Tensor) -> dict[str, Tensor]:
         fields = self.fields(parameter).items()

@@ -92,7 +92,7 @@ def test_bits_do_not_depend_on_threads_or_pieces(
         mine = parameters(dtype)
         with closing(HostAdamW(mine, moments=moments, num_threads=num_threads)) as optimizer:
             optimizer._kernel = StepKernel(
-                moments=optimizer._layout.form,
+                moments=optimizer._moments,
                 stochastic_rounding=True,
                 num_threads=num_threads,
                 choice=choice,

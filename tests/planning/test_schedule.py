@@ -104,14 +104,6 @@ def test_round_robin_schedule(shape: tuple[int, int, int, int]) -> None:
     assert Schedule.from_text(GOLDEN[shape]) == schedule
 
 
-def test_teams_that_do_not_divide_the_workers_are_refused() -> None:
-    partition = Partition.parse("forward 1 | backward 1 1")
-    with pytest.raises(PlanError, match="team_size=2 does not divide num_workers=3"):
-        round_robin_schedule(
-            partition, num_workers=3, num_microbatches=2, round_size=2, team_size=2
-        )
-
-
 def test_a_row_out_of_order_is_refused() -> None:
     with pytest.raises(PlanError, match="Expected a line 'worker 0"):
         Schedule.from_text("worker 1: F0.0")

@@ -126,8 +126,6 @@ class Updater:
         store: The parameters; the updater records their updates in it.
         units: What is updated together.
         stale: Whether steps compute with the values from before the update that runs meanwhile.
-        num_threads: Intra-op threads of the updates; with as many as the Trainer's thread has, the
-            results of matrix products (Muon) have the same bits.
         run_unit: Makes the update of a unit; for benchmarks, which give it a duration.
         exchange: Where other hosts train, too: every step is made together with them. The updater
             closes it.
@@ -143,7 +141,6 @@ class Updater:
         units: Sequence[UpdateUnit],
         *,
         stale: bool = False,
-        num_threads: int | None = None,
         run_unit: RunUnit = lambda unit, step: step.run(unit.parameters),
         exchange: Exchange | None = None,
     ) -> None:
@@ -154,7 +151,8 @@ class Updater:
         self._units = list(units)
         self._stale = stale
         self._run_unit = run_unit
-        self._num_threads = torch.get_num_threads() if num_threads is None else num_threads
+        # As many as this thread has: matrix products (Muon) have the same bits then.
+        self._num_threads = torch.get_num_threads()
         self._known = frozenset(units)
         self._unit_of = {p: unit for unit in self._units for p in unit.parameters}
         self._changed = threading.Condition()

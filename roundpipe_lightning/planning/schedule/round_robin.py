@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout, Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
@@ -44,14 +43,9 @@ def round_robin_schedule(
 
     Args:
         round_size: Microbatches that travel together; the last round may have fewer.
-        team_size: Workers that share a stage's microbatches; divides `num_workers`.
+        team_size: Workers that share a stage's microbatches; must divide `num_workers`.
         speeds: How fast every worker is; empty: they are equal.
-
-    Raises:
-        PlanError: If `team_size` does not divide `num_workers`.
     """
-    if num_workers % team_size:
-        raise PlanError(f"team_size={team_size} does not divide num_workers={num_workers}.")
     config = PipelineConfig(
         num_microbatches=num_microbatches,
         round_size=round_size,

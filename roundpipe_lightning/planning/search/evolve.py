@@ -32,6 +32,7 @@ Fits = Callable[[PartitionTable], npt.NDArray[np.bool_]]
 """Mask of the partitions of a table that fit the devices' memory."""
 
 _PATIENCE = 6  # generations without a better partition after which an island is left
+_ISLAND_GENERATIONS = 20  # per island, at most
 _NEIGHBOURS = 64  # partitions near the best one that are estimated at a time
 
 _ISLANDS_FUSED = (1_000_000, 0, 4, 1)
@@ -47,7 +48,6 @@ class Effort:
         num_children: Partitions per generation.
         num_parents: Partitions that survive a generation.
         num_generations: Generations of all islands together, at most; 0: no search.
-        island_generations: Generations per island, at most.
         num_even: Numbers of stages to choose from among even partitions, about.
         num_verified_actions: Actions of the simulations, together, that even partitions get which
             might be better than what was found.
@@ -57,10 +57,8 @@ class Effort:
     num_children: int = 256
     num_parents: int = 48
     num_generations: int = 200
-    island_generations: int = 20
     num_even: int = 12
     num_verified_actions: int = 20_000
-    seed: int = 0
 
 
 QUICK = Effort(num_generations=0, num_even=2, num_verified_actions=0)
@@ -87,7 +85,7 @@ def search_partitions(
     profile = evaluator.profile
     if profile.num_blocks == 0:
         return (Partition(forward=(), backward=(0,)),)
-    random = Random(effort.seed)
+    random = Random(0)
     best = _Island(evaluator=evaluator, limits=limits, effort=effort, random=random, fits=fits)
     best.add(even)
     if effort.num_generations == 0:
@@ -95,8 +93,8 @@ def search_partitions(
     stages = sum(partition.num_stages for partition in even) // len(even)
     generation = effort.num_children * stages * sum(evaluator.rounds)
     num_generations = min(max(4, effort.num_actions // generation), effort.num_generations)
-    num_islands = max(1, round(num_generations / effort.island_generations) - 1)
-    each = min(effort.island_generations, max(1, num_generations // (num_islands + 1)))
+    num_islands = max(1, round(num_generations / _ISLAND_GENERATIONS) - 1)
+    each = min(_ISLAND_GENERATIONS, max(1, num_generations // (num_islands + 1)))
     for number in range(num_islands):
         fused = min(limits.fused, _ISLANDS_FUSED[number % len(_ISLANDS_FUSED)])
         near = replace(limits, fused=fused)
