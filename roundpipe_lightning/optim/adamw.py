@@ -13,7 +13,7 @@ memory                          ▼                   ▼
 ```
 
 Machine code does so in registers (`optim/native.py`). Where it cannot be made, torch's operations
-do on pieces that stay in the cache (`optim/torch_step.py`), with the same bits.
+do on pieces that stay in the cache (`optim/state.py`), with the same bits.
 
 The state of a parameter is found in `state[parameter]`, whatever object the parameter is, so the
 optimizer may be stepped in parts (`update/partial_step.py`).

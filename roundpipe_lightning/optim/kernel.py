@@ -24,8 +24,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim.blockwise import BLOCK, num_blocks
 from roundpipe_lightning.optim.disk import StateFiles
 from roundpipe_lightning.optim.pieces import FlatParameter, Scratch, Task, cut_into_tasks
-from roundpipe_lightning.optim.state import MomentFormat
-from roundpipe_lightning.optim.torch_step import NUM_SCRATCH, step_with_torch
+from roundpipe_lightning.optim.state import NUM_SCRATCH, MomentFormat, step_with_torch
 
 if TYPE_CHECKING:
     from roundpipe_lightning.optim.native import PieceStep

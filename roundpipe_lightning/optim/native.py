@@ -26,8 +26,7 @@ from roundpipe_lightning.optim.compiled_loops import (
     noise_keys,
 )
 from roundpipe_lightning.optim.pieces import FlatParameter, Piece, Scratch, Settings
-from roundpipe_lightning.optim.state import MomentFormat
-from roundpipe_lightning.optim.torch_step import NUM_SCRATCH, step_with_torch
+from roundpipe_lightning.optim.state import NUM_SCRATCH, MomentFormat, step_with_torch
 
 _NEEDED = ("avx2", "fma", "f16c")  # of x86: without them LLVM calls functions that may be missing
 _WIDTHS = (8, 4, 16)  # numbers that torch's kernel may step at a time; in torch 2.13 it is 8

@@ -9,7 +9,8 @@ checkpoint  step   noise_seed   exp_avg                            exp_avg_sq
 
 A step works on pieces of flat tensors. For each piece a moment is *loaded* as a tensor of the
 working dtype (its own memory where it already is that, else scratch memory), stepped in place, and
-*saved*.
+*saved*. `step_with_torch` does so with torch's operations, which define the bits. Machine code
+(`optim/native.py`) does the same in one loop.
 """
 
 from __future__ import annotations
@@ -32,9 +33,18 @@ from roundpipe_lightning.optim.blockwise import (
     PowerCode,
     num_blocks,
 )
-from roundpipe_lightning.optim.pieces import Scratch, dense_like, flattened_like, shaped
+from roundpipe_lightning.optim.pieces import (
+    ROUNDED,
+    Piece,
+    Scratch,
+    Task,
+    dense_like,
+    flattened_like,
+    shaped,
+)
 from roundpipe_lightning.optim.rounding import round_stochastically
 
+NUM_SCRATCH = 4  # tensors that may have to be converted: master, gradient and two moments
 _LARGE = 1 << 20  # elements of a parameter whose bytes are those of a large model
 _PIECE = 1 << 18  # elements that a whole moment is converted by; a multiple of BLOCK
 
@@ -223,3 +233,62 @@ def check_options(group: Mapping[str, Any]) -> None:
     betas = tuple(float(beta) for beta in group["betas"])
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ConfigurationError(f"betas={betas!r}: give two numbers from 0 to below 1.")
+
+
+# --- a step with torch's operations ------------------------------------------------------------
+
+
+def step_with_torch(
+    task: Task, scratch: Scratch, *, moments: tuple[Moment, Moment], stochastic_rounding: bool
+) -> None:
+    """Step pieces of parameters, in any thread."""
+    first, second = moments
+    values = [_loaded(piece.parameter.values, piece, scratch) for piece in task]
+    gradients = [_loaded(piece.parameter.gradient, piece, scratch) for piece in task]
+    firsts = [first.load(p.parameter.state, p.start, p.stop, scratch) for p in task]
+    seconds = [second.load(p.parameter.state, p.start, p.stop, scratch) for p in task]
+    settings = task[0].parameter.settings
+    torch._fused_adamw_(
+        values,
+        gradients,
+        firsts,
+        seconds,
+        [],
+        [piece.parameter.step for piece in task],
+        lr=settings.lr,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        amsgrad=False,
+        maximize=settings.maximize,
+    )
+    for index, piece in enumerate(task):
+        _save_values(values[index], piece, stochastic_rounding=stochastic_rounding)
+        first.save(firsts[index], piece.parameter.state, _noise(piece, "first"))
+        second.save(seconds[index], piece.parameter.state, _noise(piece, "second"))
+
+
+def _save_values(values: Tensor, piece: Piece, *, stochastic_rounding: bool) -> None:
+    parameter = piece.parameter
+    master = parameter.values[piece.start : piece.stop]
+    if master.dtype is torch.bfloat16 and stochastic_rounding:
+        noise = _noise(piece, "values")
+        round_stochastically(values, out=master, seed=noise.seed, offset=noise.offset)
+    elif master.dtype is not values.dtype:
+        master.copy_(values)
+    if parameter.copy is not None:
+        parameter.copy[piece.start : piece.stop].copy_(master)
+
+
+def _loaded(tensor: Tensor, piece: Piece, scratch: Scratch) -> Tensor:
+    """Return a piece of a tensor in the working dtype; in scratch memory if it is converted."""
+    dtype = working_dtype(piece.parameter.values)
+    part = tensor[piece.start : piece.stop]
+    if part.dtype is dtype:
+        return part
+    return scratch.allocate(part.numel(), dtype).copy_(part)
+
+
+def _noise(piece: Piece, what: str) -> Noise:
+    return Noise(seed=piece.parameter.seed + ROUNDED.index(what), offset=piece.start)

@@ -92,31 +92,21 @@ class MemoryHolder(Protocol):
         """Return the bytes in use there now."""
 
 
+@dataclass(eq=False)
 class Shortage:
-    """A worker that ran out of memory. Made at that moment, while the tensors are alive.
+    """A worker that ran out of memory. Made at that moment, while the tensors are alive."""
 
-    Args:
-        workers: All workers, some of which may share its device.
-        place: The stage, microbatch and worker, for messages.
-        stage: The stage; None where it happened between the actions.
-    """
+    worker: MemoryHolder
+    workers: Sequence[MemoryHolder]  # all of them, some of which may share its device
+    place: str  # the stage, microbatch and worker, for messages
+    plan: Plan
+    stage: Stage | None = None  # None where it happened between the actions
+    boundaries: int = 0
 
-    def __init__(
-        self,
-        worker: MemoryHolder,
-        *,
-        workers: Sequence[MemoryHolder],
-        place: str,
-        plan: Plan,
-        stage: Stage | None = None,
-        boundaries: int = 0,
-    ) -> None:
-        self.device = worker.device
-        self.place = place
-        self.plan = plan
-        self.stage = stage
-        self.held = worker.held_memory(boundaries=boundaries)
-        self.workers_on_device = sum(w.device.name == self.device.name for w in workers)
+    def __post_init__(self) -> None:
+        self.device = self.worker.device
+        self.held = self.worker.held_memory(boundaries=self.boundaries)
+        self.workers_on_device = sum(w.device.name == self.device.name for w in self.workers)
 
     def explain(self, error: BaseException) -> str:
         """Return a text: the error, the memory by kind, and settings that need less."""
