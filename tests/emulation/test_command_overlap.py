@@ -11,6 +11,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MILLISECONDS = (4.0, 8.0, 16.0, 32.0)
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings(QUIET[0])
 def test_the_command_is_idle_no_longer_than_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost overlap warns, which is an error here, and idles 10 points longer."""

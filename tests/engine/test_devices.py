@@ -4,7 +4,6 @@ import json
 import os
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -75,23 +74,6 @@ def test_an_abort_releases_every_waiter(method: str) -> None:
     assert calls == [True]
 
 
-def test_a_failure_reaches_who_waits() -> None:
-    event = HostEvent()
-    event.fail(ValueError("the bus is gone"))
-    with pytest.raises(ValueError, match="the bus is gone"):
-        event.wait()
-
-
-def test_an_event_is_issued_before_it_is_done() -> None:
-    event, behind = HostEvent(), HostEvent("the last chunk")
-    thread, found = _waiting(event, "issued")
-    event.stand_for(behind)
-    behind.set()
-    thread.join(60)
-    assert found == [behind]
-    assert not event.is_done
-
-
 def test_a_copy_waits_for_events_and_bytes_arrive() -> None:
     device = EmulatedDevice(2)
     slot = device.allocate(16)
@@ -134,24 +116,6 @@ def _wait(event: threading.Event) -> None:
 
 def _unexpected(failure: Failure) -> None:
     pytest.fail(f"{failure.error!r}")
-
-
-def test_tasks_run_at_once_on_threads_that_stay() -> None:
-    seen: list[set[str]] = []
-    with _team(3) as team:
-        assert len(team) == 3
-        for _ in range(4):
-            names: set[str] = set()
-            barrier = threading.Barrier(3, timeout=60)
-
-            def task(names: set[str] = names, barrier: threading.Barrier = barrier) -> None:
-                barrier.wait()
-                names.add(threading.current_thread().name)
-
-            run = team.start([task] * 3, on_failure=_unexpected)
-            assert run.wait(60)
-            seen.append(names)
-    assert seen == [{"tested-0", "tested-1", "tested-2"}] * 4
 
 
 @pytest.mark.parametrize("error", [ValueError("planned"), SystemExit(1), KeyboardInterrupt()])
@@ -220,19 +184,6 @@ def test_ctrl_c_at_the_end_of_a_wait_leaves_the_next_one_its_answer() -> None:
     with pytest.raises(KeyboardInterrupt):
         countdown.wait(60)
     assert countdown.wait(0)
-
-
-def test_leaving_joins_the_threads_even_after_an_error() -> None:
-    before = set(threading.enumerate())
-
-    def use_a_team() -> None:
-        with _team(3) as team:
-            team.start([lambda: time.sleep(0.1)] * 3, on_failure=_unexpected)
-            raise ValueError("planned")
-
-    with pytest.raises(ValueError, match="planned"):
-        use_a_team()
-    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize(

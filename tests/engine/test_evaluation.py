@@ -102,21 +102,6 @@ def test_blocks_that_write_into_their_arguments(server: str, mode: Mode) -> None
         assert torch.equal(engine.evaluate(_validate, batch)["loss"], want)
 
 
-@servers
-@without_gradients
-def test_training_goes_on_after_an_evaluation(server: str, mode: Mode) -> None:
-    module = Regressor()
-    batches = regression_batches(3)
-    plain = plain_step(module, batches)
-    with engine_for(
-        module, num_workers=2, num_microbatches=3, devices=SERVERS[server](2)
-    ) as engine:
-        for _ in range(2):
-            assert not differences(module, mean_step(engine, batches), plain)
-            with mode():
-                engine.evaluate(_validate, batches[0])
-
-
 def test_it_runs_in_the_callers_thread_and_blocks_may_be_called_again() -> None:
     module = Regressor().eval()
     stack = layers_of(module)

@@ -13,7 +13,6 @@ from torch.nn import functional
 from roundpipe_lightning.emulation.race_checker import ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.tagged_tensor import raw_of
-from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES
@@ -339,16 +338,3 @@ def test_gradients_land_in_memory_that_is_used_again() -> None:
     assert len(used) <= held / PAGE_BYTES
     assert used.isdisjoint(gradient.data_ptr() // PAGE_BYTES for gradient in kept.values())
     assert all(torch.equal(kept[parameter], gradient) for parameter, gradient in values.items())
-
-
-def test_steps_on_a_slow_link_are_those_of_a_plain_loop() -> None:
-    module, batches = Regressor(3), regression_batches(4)
-    plain = plain_step(module, batches)
-    plan = plan_of(layers_of(module), num_workers=2, num_microbatches=4)
-    timing = EmulatedTiming(upload_bytes_per_second=1e5, download_bytes_per_second=1e5)
-    with (
-        EmulatedServer(2, timing=timing, poison=True) as server,
-        engine_of(module, layers_of(module), plan, devices=server.devices) as engine,
-    ):
-        for _ in range(3):
-            assert not differences(module, mean_step(engine, batches), plain)

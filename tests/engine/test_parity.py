@@ -120,22 +120,6 @@ def test_rounds_and_teams(
     )
 
 
-def test_rounds_and_teams_of_a_tied_language_model() -> None:
-    module = tiny_causal_lm("qwen3", tied=True)
-    stack = decoder_stack(module)
-    batches = token_batches(5)
-    plain = plain_step(module, batches)
-    for num_workers, round_size, team_size in ((3, 2, 1), (4, 4, 2), (4, 5, 4)):
-        plan = plan_of(
-            stack,
-            num_workers=num_workers,
-            num_microbatches=5,
-            round_size=round_size,
-            team_size=team_size,
-        )
-        assert not differences(module, engine_step(module, stack, plan, batches), plain)
-
-
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_cache_that_the_configuration_turns_on(name: str, masked: bool) -> None:

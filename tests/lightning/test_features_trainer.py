@@ -1,13 +1,11 @@
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import nn
@@ -89,45 +87,6 @@ def test_training_ends_when_it_is_told_to(tmp_path: Path) -> None:
 
     options: dict[str, Any] = {"callbacks": lambda: [Stop()], "max_epochs": 5, "min_steps": 2}
     assert compare(tmp_path, Regressor, tolerance=1e-4, **options)[1].trainer.global_step == 5
-
-
-def test_training_ends_when_its_time_is_over(tmp_path: Path) -> None:
-    class Slow(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            time.sleep(0.6)
-
-    trainer = make_trainer(
-        tmp_path, strategy="roundpipe", max_time={"seconds": 1}, callbacks=[Slow()], max_epochs=100
-    )
-    trainer.fit(Regressor(), regression_data())
-    assert 1 <= trainer.global_step <= 2
-
-
-class _Exceptions(Callback):
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        self.seen.append((type(exception), trainer.global_step))
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_exceptions_and_interrupts(tmp_path: Path, error: type[BaseException]) -> None:
-    class Failing(Regressor):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 2:
-                raise error("mine")
-
-    def run(trainer: Trainer, module: Any) -> Any:
-        expected = SystemExit if error is KeyboardInterrupt else error
-        with pytest.raises(expected):
-            trainer.fit(module, regression_data())
-        (noted,) = (c for c in trainer.callbacks if isinstance(c, _Exceptions))  # type: ignore[attr-defined]
-        return noted.seen, str(trainer.state.status), trainer.interrupted
-
-    one, other = compare(tmp_path, Failing, run, callbacks=lambda: [_Exceptions()])
-    assert other.result == one.result
-    assert one.result[0] == [(error, 2)]
 
 
 def test_slurm_signals_save_and_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,13 +299,3 @@ def test_callbacks_read_the_values_of_the_moment(tmp_path: Path) -> None:
     one, *others = compare(tmp_path, Regressor, read, kinds=kinds, callbacks=lambda: [_Reader()])
     for other in others:
         assert_close(other.result, one.result, tolerance=1e-4)
-
-
-def test_functions_that_reduce_are_lightnings_four(tmp_path: Path) -> None:
-    def log(module: Any, batch: Any, batch_idx: int) -> None:
-        module.log("x", 1.0, on_epoch=True, reduce_fx=lambda values: values.median())
-
-    for strategy in ("auto", "roundpipe"):
-        trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
-        with pytest.raises(MisconfigurationException, match=r"reduce_fx=\{min,max,mean,sum\}"):
-            trainer.fit(Regressor(on_step=log), regression_data(16))

@@ -215,7 +215,7 @@ CASES = {
 }
 
 
-_ON_THREE = ("sgd", "sgd again", "padded, step", "accumulated", "muon", "uploaded in 16 bits")
+_ON_THREE = ("sgd", "sgd again", "padded, step", "uploaded in 16 bits")
 
 
 @pytest.fixture(scope="module")

@@ -5,18 +5,12 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    EarlyStopping,
-    GradientAccumulationScheduler,
     LearningRateMonitor,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning.errors import BatchError
@@ -75,63 +69,6 @@ def test_number_of_workers_changes_no_bit(tmp_path: Path) -> None:
         modules.append(module)
         assert strategy.num_workers == devices * per_device
     assert all(same_bits(module, modules[0]) for module in modules)
-
-
-FEATURES: dict[str, dict[str, Any]] = {
-    "accumulation": {"accumulate_grad_batches": 3},
-    "accumulation that changes": {
-        "callbacks": lambda: [GradientAccumulationScheduler({1: 2, 2: 3})]
-    },
-    "clipping by norm": {"gradient_clip_val": 0.05},
-    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "weight averaging": {"callbacks": lambda: [StochasticWeightAveraging(0.02, swa_epoch_start=1)]},
-    "moving average": {"callbacks": lambda: [EMAWeightAveraging(decay=0.9)]},
-    "profiler": {"profiler": "simple", "max_epochs": 1},
-    "development run": {"fast_dev_run": 2},
-    "some steps": {"max_steps": 6},
-    "half an epoch": {"limit_train_batches": 2, "accumulate_grad_batches": 3},
-    "one batch": {"overfit_batches": 1},
-    "anomaly detection": {"detect_anomaly": True},
-}
-
-
-@pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.filterwarnings("ignore:Swapping scheduler", "ignore:Anomaly Detection")
-@pytest.mark.filterwarnings("ignore:You requested to overfit")
-def test_trainer_features(tmp_path: Path, name: str) -> None:
-    data = regression_data(27, shuffle=True)
-    runs = train_with(tmp_path, ["auto", RoundPipeStrategy()], Regressor, data, **FEATURES[name])
-    assert parameter_error(runs[1][0], runs[0][0]) < 1e-5
-
-
-def test_tuner_finds_what_it_finds_on_one_device(tmp_path: Path) -> None:
-    class Tunable(Regressor):
-        def __init__(self) -> None:
-            super().__init__()
-            self.batch_size, self.lr = 2, 0.01
-
-        def train_dataloader(self) -> Any:
-            return regression_data(64, batch_size=self.batch_size)
-
-        def val_dataloader(self) -> Any:
-            return regression_data(8)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-    found = []
-    for strategy in ("auto", RoundPipeStrategy()):
-        torch.manual_seed(3)
-        module = Tunable()
-        trainer = make_trainer(
-            tmp_path, strategy=strategy, devices=1 if strategy == "auto" else 2, max_epochs=1
-        )
-        size = Tuner(trainer).scale_batch_size(module, max_trials=2)
-        finder = Tuner(trainer).lr_find(module, num_training=20, max_lr=0.1)
-        assert finder is not None
-        found.append((size, finder.results["loss"]))
-    assert found[1][0] == found[0][0]
-    assert found[1][1] == pytest.approx(found[0][1], rel=1e-4)
 
 
 class _Scheduled(Regressor):
@@ -202,30 +139,6 @@ def test_running_statistics_of_one_microbatch_and_the_pass_of_weight_averaging(
         assert torch.equal(buffer, expected), name
 
 
-class _Unfreeze(BaseFinetuning):
-    def freeze_before_training(self, pl_module: LightningModule) -> None:
-        self.freeze(pl_module.layers)
-
-    def finetune_function(
-        self, pl_module: LightningModule, epoch: int, optimizer: Optimizer
-    ) -> None:
-        if epoch == 2:
-            self.unfreeze_and_add_param_group(pl_module.layers, optimizer)
-
-
-class _FrozenAware(Regressor):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
-
-
-def test_parameters_that_thaw_during_training(tmp_path: Path) -> None:
-    (one, _), (module, _) = train_with(
-        tmp_path, ["auto", RoundPipeStrategy()], _FrozenAware, callbacks=lambda: [_Unfreeze()]
-    )
-    assert all(parameter.requires_grad for parameter in module.parameters())
-    assert parameter_error(module, one) < 1e-5
-
-
 def test_last_batch_smaller_than_the_number_of_microbatches(tmp_path: Path) -> None:
     ours = RoundPipeStrategy()
     (one, _), (module, _) = train_with(tmp_path, ["auto", ours], Regressor, regression_data(9))
@@ -264,45 +177,3 @@ def test_model_without_blocks_trains_as_one_stage(tmp_path: Path) -> None:
     with pytest.warns(NoBlocksWarning, match="blocks='model.layers'"):
         (one, _), (module, _) = train_with(tmp_path, ["auto", RoundPipeStrategy()], OneLayer)
     assert parameter_error(module, one) < 1e-5
-
-
-class _Manual(Regressor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
-            loss = functional.mse_loss(self(batch[0]), batch[1])
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.SGD(self.layers.parameters(), lr=0.05),
-            torch.optim.AdamW(self.head.parameters(), lr=0.01),
-        ]
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_manual_optimization_with_several_optimizers_and_one_microbatch(
-    tmp_path: Path, precision: Any
-) -> None:
-    strategies = ["auto", RoundPipeStrategy(num_microbatches=1)]
-    (one, _), (module, _) = train_with(
-        tmp_path, strategies, _Manual, precision=precision, max_epochs=2
-    )
-    assert same_bits(module, one)
-
-
-def test_early_stopping_stops_at_the_same_batch(tmp_path: Path) -> None:
-    (_, one), (_, many) = train_with(
-        tmp_path,
-        ["auto", RoundPipeStrategy()],
-        Regressor,
-        validation=regression_data(8),
-        callbacks=lambda: [EarlyStopping("val_loss", patience=1, min_delta=0.02)],
-        max_epochs=30,
-    )
-    assert many.global_step == one.global_step < 120
