@@ -223,13 +223,6 @@ def test_moving_nowhere_is_free() -> None:
     assert x.to(torch.float32) is x
 
 
-def test_double_backward() -> None:
-    x = _leaf(3)
-    (first,) = torch.autograd.grad(move(x, W1).pow(3).sum(), x, create_graph=True)
-    first.sum().backward()
-    assert torch.allclose(untag(_grad(x)), 6 * _randn(3))
-
-
 # --- operations -----------------------------------------------------------------------------------
 
 
@@ -424,14 +417,6 @@ def test_factories_that_require_gradients() -> None:
         (x * y).sum().backward()
     assert x.is_leaf
     assert tag_of(_grad(x)) == tag_of(_grad(y)) == W0
-
-
-def test_the_mode_keeps_gradients_of_moves() -> None:
-    host = _randn(3).requires_grad_()
-    with TaggedMode(W0):
-        (host.to("cpu:1") * 2).to("cpu").sum().backward()
-    assert type(_grad(host)) is Tensor
-    assert _grad(host).tolist() == [2, 2, 2]
 
 
 def test_the_mode_ends() -> None:

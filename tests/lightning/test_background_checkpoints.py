@@ -293,12 +293,6 @@ def test_as_a_plugin(tmp_path: Path) -> None:
     assert trainer.strategy.checkpoint_io is io
 
 
-def test_one_file_is_left(tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1)
-    _fit(tmp_path, RoundPipeAsyncCheckpointIO(), checkpoint)
-    assert [path.name for path in tmp_path.iterdir()] == [Path(checkpoint.best_model_path).name]
-
-
 def test_error_reaches_the_trainer(tmp_path: Path) -> None:
     class FillDisk(Callback):
         def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:

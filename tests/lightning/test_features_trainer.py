@@ -35,29 +35,6 @@ def test_module_and_trainer_know_each_other(tmp_path: Path, strategy: Any) -> No
     assert module.device == torch.device("cpu")
 
 
-def test_set_up_and_torn_down_in_order(tmp_path: Path) -> None:
-    calls: list[str] = []
-
-    class Watched(RoundPipeStrategy):
-        def __getattribute__(self, name: str) -> Any:
-            if name in ("connect", "setup_environment", "setup", "teardown"):
-                calls.append(name)
-            return super().__getattribute__(name)
-
-    class Module(Regressor):
-        def configure_model(self) -> None:
-            calls.append("configure_model")
-
-    trainer = make_trainer(tmp_path, strategy=Watched(num_microbatches=2), max_epochs=1)
-    trainer.fit(Module(), regression_data(16))
-    once = ["connect", "setup_environment", "configure_model", "setup", "teardown"]
-    assert calls == once
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(trainer.lightning_module, regression_data(16))
-    assert calls == once * 2
-    assert trainer.global_step == 4
-
-
 def test_layers_are_made_in_configure_model(tmp_path: Path) -> None:
     class Late(Regressor):
         def __init__(self) -> None:

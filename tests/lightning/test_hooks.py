@@ -169,16 +169,6 @@ def test_held_gradients_are_handed_out_once_and_not_copied() -> None:
         again.backward()
 
 
-def test_held_gradients_follow_what_the_user_does_with_the_loss() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    loss = loss_with_gradients(
-        torch.tensor(2.0), gradients={parameter: torch.ones(3)}, backward_scale=0.5
-    )
-    (loss * 3).backward()
-    assert parameter.grad is not None
-    assert torch.equal(parameter.grad, torch.full((3,), 6.0))
-
-
 # Called once per microbatch, so not as often as on one device; or no hooks.
 PER_MICROBATCH = {"training_step", "forward"}
 NO_HOOKS = {

@@ -16,7 +16,7 @@ from torchmetrics.aggregation import CatMetric
 
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.strategy import runtime
-from roundpipe_lightning.strategy.logging import LogCall, log_into, log_means, weighted_mean
+from roundpipe_lightning.strategy.logging import LogCall, log_means, weighted_mean
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
@@ -255,22 +255,6 @@ def test_weighted_means(values: list[Any], weights: list[float], expected: Any) 
     found = weighted_mean(values, weights=weights)
     assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
     assert getattr(found, "dtype", None) is getattr(expected, "dtype", None)
-
-
-def test_value_that_is_the_loss_follows_the_loss_whatever_its_batch_size() -> None:
-    losses = [torch.tensor(1.0), torch.tensor(3.0)]
-    logged: list[list[LogCall]] = [[], []]
-    for noted, loss in zip(logged, losses, strict=True):
-        log_into(noted)("loss", loss, batch_size=5)
-        log_into(noted)("other", loss + 1, True, batch_size=5)
-    calls: dict[str, Any] = {}
-
-    def log(name: str, value: Any, **arguments: Any) -> None:
-        calls[name] = (float(value), arguments)
-
-    log_means(logged, shares=[0.25, 0.75], losses=losses, log=log)
-    assert calls["loss"] == (2.5, {"batch_size": 10})
-    assert calls["other"] == (3.0, {"prog_bar": True, "batch_size": 10})
 
 
 class _Takes(Regressor):

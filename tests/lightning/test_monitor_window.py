@@ -150,13 +150,6 @@ def test_data_is_waited_for_when_the_step_before_has_ended() -> None:
     assert window.figures()["step_idle_share"] == pytest.approx(1 - 3 / (2 * 3))
 
 
-def test_assumed_rates_give_no_share_of_a_peak() -> None:
-    window = Window()
-    window.add(replace(BATCH, record=replace(RECORD, peak_operations_per_second=None)))
-    assert "tflop_per_second" in window.figures()
-    assert not [name for name in window.figures() if "peak" in name]
-
-
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [
@@ -174,19 +167,3 @@ def test_estimates_from_parameters_are_per_token(
     window.add(replace(BATCH, counts=counts, record=record))
     found = window.figures().get("tflop_per_second")
     assert found == (None if expected is None else pytest.approx(expected / 20 / 1e12))
-
-
-def test_other_strategies_have_speed_and_data() -> None:
-    window = Window()
-    window.add(replace(BATCH, record=None))
-    assert window.figures() == {
-        "samples_per_second": 0.2,
-        "tokens_per_second": 5,
-        "targets_per_second": 3,
-        "batch_seconds": 20,
-        "data_share": 0.15,
-    }
-
-
-def test_nothing_measured() -> None:
-    assert Window().figures() == {}

@@ -10,7 +10,6 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.loss_memory import chunked_loss_bytes, plain_loss_bytes
 from roundpipe_lightning import linear_cross_entropy
-from roundpipe_lightning.emulation.tagged_tensor import TaggedTensor, tag, untag
 from roundpipe_lightning.errors import ConfigurationError, DataError
 from roundpipe_lightning.models.losses import chunked_loss
 from roundpipe_lightning.models.work.meter import Meter
@@ -111,27 +110,6 @@ def test_every_combination_of_options_equals_the_plain_loss(
         plain_loss(hidden, weight, labels, **options),
         [hidden, weight, bias] if has_bias else [hidden, weight],
     )
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_gradients_are_those_of_finite_differences(reduction: Any) -> None:
-    hidden, weight, labels, bias = operands(6)
-
-    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            bias=bias,
-            reduction=reduction,
-            label_smoothing=0.1,
-            z_loss=0.02,
-            softcap=2.0,
-            scale=1.5,
-            chunk_bytes=200,
-        )
-
-    assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -304,22 +282,6 @@ def test_memory_is_the_planners_estimate(
 
 
 # --- places ---------------------------------------------------------------------------------------
-
-
-def test_runs_where_its_operands_are() -> None:
-    hidden, weight, labels, bias = operands(6)
-    there = [tag(x.detach(), "worker:1").requires_grad_() for x in (hidden, weight, bias)]
-    loss = linear_cross_entropy(
-        there[0], there[1], tag(labels, "worker:1"), bias=there[2], chunk_bytes=200
-    )
-    assert isinstance(loss, TaggedTensor)
-    want = plain_loss(hidden, weight, labels, bias=bias)
-    torch.testing.assert_close(untag(loss.detach()), want.detach())
-    gradients = torch.autograd.grad(loss, there)
-    for gradient, other in zip(
-        gradients, torch.autograd.grad(want, (hidden, weight, bias)), strict=True
-    ):
-        torch.testing.assert_close(untag(gradient), other)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
