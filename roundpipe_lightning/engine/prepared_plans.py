@@ -21,11 +21,7 @@ _PLANS_REMEMBERED = 64
 
 
 class PreparedPlan:
-    """A plan with what follows from it, made when first asked for.
-
-    Args:
-        chain: The calls of blocks that it is for.
-    """
+    """A plan for a chain with what follows from it, made when first asked for."""
 
     def __init__(self, plan: Plan, chain: Chain) -> None:
         self.plan = plan
@@ -56,11 +52,7 @@ class PreparedPlan:
 
 
 class PreparedPlans:
-    """The last plans of an engine, and the worker with which its next batch begins.
-
-    Args:
-        chain: The calls of blocks that the plans are for.
-    """
+    """The last plans of an engine for a chain, and the worker with which its next batch begins."""
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
@@ -97,11 +89,7 @@ class PreparedPlans:
 
 
 def plan_runs(plan: Plan, chain: Chain, *, backward: bool) -> tuple[WorkerRuns, ...]:
-    """Return the stage runs of each worker.
-
-    Args:
-        chain: The calls of blocks that it is for.
-        backward: Whether BACKWARD stages have anything to do.
+    """Return the stage runs of each worker; without `backward` BACKWARD stages have nothing to do.
 
     Where batches in flight begin with other workers there is room on each for what any one runs.
     """

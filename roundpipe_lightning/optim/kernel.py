@@ -43,11 +43,7 @@ times: 64Ki take half as long again, 512Ki as long."""
 class StepKernel:
     """Steps parameters with AdamW. Copies of this object are the object itself.
 
-    Args:
-        moments: How the two moments are kept.
-        stochastic_rounding: Whether masters of bfloat16 are rounded at random.
-        num_threads: Number of threads; None: as `KernelThreads` decides.
-        choice: `"auto"`, `"torch"` or `"native"`, as of `HostAdamW(kernel=...)`.
+    Arguments are those of `HostAdamW`; its `kernel` is the `choice`.
 
     Raises:
         ConfigurationError: Machine code is wanted, and cannot be made here.

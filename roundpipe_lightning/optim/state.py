@@ -84,11 +84,7 @@ class Moment:
 
 
 class BlockwiseMoment(Moment):
-    """A moment in codes of 8 bits.
-
-    Args:
-        name: As `torch.optim.AdamW` calls it.
-    """
+    """A moment in codes of 8 bits."""
 
     def __init__(self, name: str, *, code: PowerCode) -> None:
         super().__init__(name)

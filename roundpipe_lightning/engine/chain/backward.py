@@ -160,11 +160,7 @@ class BackwardPass:
         return turns.stage
 
     def _send_ahead(self, position: int) -> None:
-        """Send what the next turn takes to its worker: gradients, and the values it begins with.
-
-        Args:
-            position: Of the call that is to run next, if the next turn has it.
-        """
+        """Send what the next turn takes to its worker: gradients, and the values it begins with."""
         inputs = [
             value.host
             for call in self._forward.calls

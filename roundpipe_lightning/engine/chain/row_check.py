@@ -152,10 +152,6 @@ class RowTrial:
     ) -> None:
         """Run the block on the first rows, the next, both, and as many that are alike.
 
-        Args:
-            run_block: Runs it, with a function that gives it its tensors.
-            take_writes: Returns the attributes that it has written since.
-
         Raises:
             NotByRowsError: If it raises an error.
         """

@@ -264,7 +264,6 @@ def _fused_attention(
         query: Shape (sequences, heads, tokens, features).
         key: Shape (sequences, heads or a divisor of them, tokens, features).
         value: Shape like `key`, perhaps with other features.
-        is_causal: Whether tokens see only those before them.
         window: Tokens that each one sees; None: no limit.
 
     Returns:

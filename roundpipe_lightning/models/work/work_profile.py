@@ -85,7 +85,6 @@ def work_profile(
             close to it.
         compute_dtype: As for `step_profile`, whose next two arguments are the same, too.
         settings: None: the module itself runs, not a copy.
-        replaced: Pairs of an object that the module holds and what the copy has in its place.
 
     Raises:
         ConfigurationError: The module has parameters elsewhere, or its code needs values.
@@ -149,8 +148,7 @@ def step_profile(
         call: Runs the step on a copy of the module and of the microbatch, on the meta device.
         compute_dtype: What autocast computes in; None: what the parameters are.
         fusion: Computes losses without whole logits, as the engine will; None: nothing does.
-        settings: Attributes of the copy's root that differ from the module's.
-        replaced: Pairs of an object that the module holds and what the copy has in its place.
+        settings: As of `MetaCopy`, and `replaced`, too.
 
     Raises:
         ConfigurationError: The step needs values, has no loss, or would change what is no part of
@@ -223,7 +221,6 @@ def _profile(
 
     Args:
         fits: The first gives all amounts; peaks are the larger ones of all.
-        head_modules: The modules that ran before the first block.
     """
     owners = [list(block.modules()) for block in (stack.blocks if stack is not None else ())]
     inside = {inner for modules in owners for inner in modules}

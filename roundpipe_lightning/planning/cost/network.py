@@ -57,9 +57,6 @@ class Exchange:
     """What every host sends in a step, and receives.
 
     Attributes:
-        hardware: A host, with the network.
-        gradient_bytes: Of gradients.
-        weight_bytes: Of new values.
         steps_at_end: Whether no block is stepped before all gradients are there, for clipping or
             accumulation.
     """
@@ -78,14 +75,7 @@ class Exchange:
         hardware: HardwareSpec,
         steps_at_end: bool,
     ) -> Exchange:
-        """Describe a training's.
-
-        Args:
-            work: The model.
-            storage: What is kept for each parameter.
-            hardware: A host.
-            steps_at_end: As of the class.
-        """
+        """Describe a training's."""
         away = (hardware.num_nodes - 1) / hardware.num_nodes
         # Blocks get the copies that are uploaded; others their masters, twice as wide.
         blocks = _new_bytes(work.blocks, 0.0)

@@ -45,7 +45,6 @@ class MatrixRates:
     """Dense matrix products of one device, operations per second (a multiply-add is two).
 
     Attributes:
-        float32: In float32.
         tfloat32: Float32 tensors, products rounded to TensorFloat32; None: the device has none.
         bfloat16: In bfloat16, sums in float32; None: the device has none.
         float16: In float16, sums in float32.

@@ -100,8 +100,7 @@ def overlap(before: Timeline, after: Timeline, *, shift_seconds: float) -> Overl
     ```
 
     Args:
-        before: The earlier one.
-        after: The later one: each worker begins it after its last action of the earlier one.
+        after: Each worker begins it after its last action of `before`.
         shift_seconds: Where the 0 of `after` lies in the time of `before`.
     """
     begin = after.start_seconds + shift_seconds

@@ -56,11 +56,7 @@ class ActionKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """One stage for one microbatch on one worker.
-
-    Attributes:
-        stage: The stage's index (`Stage.index`).
-    """
+    """One stage, by its `Stage.index`, for one microbatch on one worker."""
 
     kind: StageKind
     stage: int
@@ -101,9 +97,6 @@ class Schedule:
 
     A schedule is not checked where it is made, so that `validate_schedule` can show a wrong one as
     a whole; a `Plan` holds only checked schedules.
-
-    Attributes:
-        workers: One tuple of actions per worker.
     """
 
     workers: tuple[tuple[Action, ...], ...]
@@ -168,11 +161,7 @@ class NeededFor(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dependency:
-    """An action that must have ended before another, or a part of it, may begin.
-
-    Attributes:
-        needed_for: The part of the waiting action that waits.
-    """
+    """An action that must have ended before another, or a part of it, may begin."""
 
     key: ActionKey
     needed_for: NeededFor

@@ -88,8 +88,7 @@ def plan_training(
         profile: The model for one microbatch; where there are several numbers of microbatches to
             choose from, a function that returns it for each. Sizes that are 0 cost no time and no
             memory.
-        hardware: The machine; every device is a worker.
-        request: The plan that is wanted, and its constraints.
+        hardware: Every device is a worker.
         admits: Whether a layout keeps what the planner does not know, such as the host's memory;
             where none does, it is not asked.
         storage: What is kept for each parameter, parameters of the profile having 16 bits; None:
