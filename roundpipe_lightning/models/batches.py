@@ -28,7 +28,6 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     Numbers, strings and None go to every microbatch; tensors are sliced without a copy.
 
     Args:
-        batch: Containers of tensors, nested at will.
         num_microbatches: How many; 1 returns `[batch]`, whatever it is.
 
     Raises:
@@ -93,7 +92,6 @@ def count_batch(batch: Any, *, tokens: Callable[[Any], float] | None = None) -> 
     `attention_mask` of the same prefix and shape is not 0; all of them without such a mask.
 
     Args:
-        batch: A batch, as the data loader gives it.
         tokens: Counts the tokens of a batch of another form.
     """
     try:
@@ -115,9 +113,6 @@ def targets_of_rows(batch: Any) -> Tensor | None:
     first one of a sequence is never a target. That is decided from the data: where the labels equal
     `input_ids` wherever they are not -100, the first column is left out. Labels that differ from
     the inputs (shifted before, masked words, classes per token) count in full.
-
-    Args:
-        batch: A batch, as the data loader gives it.
 
     Returns:
         Whole numbers, shape (rows,); None for a batch without whole-number `labels` and `input_ids`

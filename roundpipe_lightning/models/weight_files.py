@@ -288,7 +288,6 @@ def map_frozen(model: nn.Module, files: Mapping[int, Path], *, for_good: bool = 
     Args:
         model: Just loaded.
         files: The file by the address of every tensor that is a view of one.
-        for_good: Whether they are to stay in their files.
 
     Warns:
         UnmappedWeightsWarning: Some parameters had to be put together from several tensors, or

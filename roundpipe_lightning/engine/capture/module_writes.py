@@ -32,9 +32,6 @@ ModuleWrites: TypeAlias = list[tuple[nn.Module, dict[str, Any]]]
 class Writes:
     """The attributes that user code has written, by the original module.
 
-    Args:
-        are_refused: Whether there may be none.
-
     Attributes:
         were_any: Whether the user's code or a block has written attributes or buffers.
     """

@@ -241,7 +241,6 @@ class RandomStream:
     """The random numbers of one microbatch, for blocks and user code alike.
 
     Args:
-        generators: Returns the generators of the worker in use.
         is_free_outside: Whether code outside the blocks draws from the default generators.
     """
 

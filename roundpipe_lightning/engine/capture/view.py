@@ -373,8 +373,6 @@ class ViewMaker:
     """Makes the views of one tree, each when it is first asked for.
 
     Args:
-        parameter: Stands a leaf in for a parameter.
-        buffer: Stands a tensor in for a buffer.
         write: Called when an attribute was written on a view: with the original, the name and the
             value, or DELETED.
     """

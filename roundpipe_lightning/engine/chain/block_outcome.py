@@ -109,8 +109,6 @@ def run_block(
     """Run a block on arguments with other tensors inside.
 
     Args:
-        block: The block's stand-in on a worker.
-        take: Brings a tensor to where the block computes.
         watched: Entered while the block runs, with what it takes.
         repeats: Whether it is to be run again on the same arguments, or has been before.
         writes: Whether a module of it writes into what it gets.

@@ -125,12 +125,7 @@ def reason_against_pieces(block: nn.Module, writes: ModuleWrites) -> str:
 
 
 class RowTrial:
-    """Runs of a block on a few rows.
-
-    Args:
-        shadows: Their values for a few rows.
-        dims: Which dimension of each has the rows.
-    """
+    """Runs of a block on a few rows."""
 
     def __init__(
         self,

@@ -58,8 +58,6 @@ class Value(Reference):
     """A tensor that a block made.
 
     Args:
-        owner: Belongs to the microbatch.
-        call: The call that made it.
         tensor: The tensor, on the worker that made it; None: it is made of pieces.
         in_object: Whether the block put it into an object, a cache, say: later blocks do not
             get its values.
@@ -138,7 +136,6 @@ class BlockCall:
     """A call of a block by the user's code, kept for the recompute.
 
     Args:
-        number: Number of the call in its microbatch's step.
         position: Its position in the chain; None for a call that was not planned.
         segment: Number of the segment whose graph it is part of; None if it keeps no graph.
         writes: What the user's code has written into the block's attributes before.
@@ -351,9 +348,6 @@ class Sources:
 
     What is taken in one turn is likely to be taken in the next: it is sent ahead, to the worker of
     that turn, when the turn ends.
-
-    Args:
-        turns: Whose turn it is, and whose it was.
 
     Attributes:
         gradients: Of what has been taken, as far as they were found.

@@ -63,18 +63,13 @@ class JointStep:
     """A step that all hosts make together. Its gradients come in any order.
 
     Args:
-        step: The captured step.
         members: Trained parameters that are stepped together, by unit, as their gradients come.
         begins_early: Whether they come during the backward pass.
         waits: Whether nothing may be stepped before the step is submitted.
         read_whole: As of `Given`.
 
     Attributes:
-        step: As given.
-        members: As given, by number.
-        names: Of the units.
-        begins_early: As given.
-        number_of: In which of them a parameter is.
+        number_of: In which of the units a parameter is.
         submitted: Done when the step is submitted.
     """
 
@@ -110,8 +105,6 @@ class JointStep:
         """Let a unit's gradients leave. They are all that this host has of the unit.
 
         Args:
-            number: Of the unit.
-            gradients: By parameter.
             is_weighed: Whether they are multiplied by the share already.
         """
         _settle(self._given[number], (gradients, is_weighed))
@@ -139,12 +132,7 @@ class JointStep:
 
 
 class HostsUpdate:
-    """Makes steps together with other hosts, in the updater's thread.
-
-    Args:
-        exchange: What carries gradients and values.
-        store: The parameters.
-    """
+    """Makes steps together with other hosts, in the updater's thread."""
 
     def __init__(self, exchange: Exchange, store: HostStore) -> None:
         self._exchange, self._store = exchange, store
@@ -172,7 +160,6 @@ class HostsUpdate:
         """Make a step; every host calls this for the same step.
 
         Args:
-            joint: The step.
             num_early: New values of so many units are sent as soon as they are there, those of the
                 others in the opposite order.
             run: Called with a unit's number and parameters: makes their step.
@@ -389,9 +376,6 @@ class StatePart:
     """Values of an optimizer's state that hosts have pieces of.
 
     Attributes:
-        optimizer: Whose state it is.
-        parameter: Of the optimizer.
-        key: Of the state.
         sizes: Elements that host 0 gets of each host, by rank.
         values: Host 0's place for them; memory is taken when it is written to.
     """

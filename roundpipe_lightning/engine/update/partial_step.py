@@ -33,7 +33,6 @@ class CapturedStep:
         clip: Called with each gradient right before its part is run; changes it in place.
 
     Attributes:
-        clip: As given.
         values_of: Gives what of a parameter is stepped, of its gradient's shape.
     """
 

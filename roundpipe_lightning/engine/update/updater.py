@@ -82,8 +82,6 @@ class BegunStep:
     """A step whose gradients come block by block.
 
     Attributes:
-        step: It.
-        num_before: Jobs that were there before.
         joint: It, where other hosts make it, too.
         taken: Parameters that are updated before it is submitted.
     """
@@ -124,7 +122,6 @@ class Updater:
 
     Args:
         store: The parameters; the updater records their updates in it.
-        units: What is updated together.
         stale: Whether steps compute with the values from before the update that runs meanwhile.
         run_unit: Makes the update of a unit; for benchmarks, which give it a duration.
         exchange: Where other hosts train, too: every step is made together with them. The updater

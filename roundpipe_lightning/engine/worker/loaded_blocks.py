@@ -126,9 +126,6 @@ class PlacedBuffers:
 
         All buffers of such a module, because batch normalisation writes its running statistics
         behind the back of the version counter; only its count of batches shows the write.
-
-        Args:
-            modules: Originals with their views here.
         """
         before = [
             (original, view, {n: self._seen(original, n, b) for n, b in _buffers(view).items()})
@@ -211,7 +208,6 @@ class ResidentBlocks:
         kind: What is done with them. What a BACKWARD stage's recompute writes is an echo.
         weights: Those of their stage run, whose uploads are in flight; None: they are uploaded
             here, where nothing is uploaded ahead.
-        await_upload: Lets compute wait for an upload.
         refuses: As of `PlacedBuffers`.
     """
 

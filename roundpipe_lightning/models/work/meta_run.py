@@ -67,9 +67,7 @@ def measure_run(
     """Run the user's code once; blocks are measured by themselves, alike ones once.
 
     Args:
-        module: The user's module on the meta device.
         stack: Its blocks. None: everything is the tail.
-        seq_len: Tokens of each.
         kinds: What `kinds_of` says of the blocks, where that is known.
 
     Raises:

@@ -79,7 +79,6 @@ def work_profile(
     """Measure a module's work as a function of the microbatch's shape.
 
     Args:
-        module: The user's module on the meta device.
         stack: Its blocks. None: the whole module is the tail segment.
         seq_len: Tokens of the shorter sequences. Where attention has a window, results are best
             close to it.
@@ -142,7 +141,6 @@ def step_profile(
     """Measure the step of one microbatch without running it on values.
 
     Args:
-        module: The user's module; it is not changed.
         stack: Its blocks. None: the whole module is the tail segment.
         microbatch: What the step is called with; only the shapes of its tensors are used.
         call: Runs the step on a copy of the module and of the microbatch, on the meta device.

@@ -90,7 +90,6 @@ class HostCosts:
         per_downloaded_byte: For which a gradient does, the sum that it is added to included.
         first_upload: Of one byte of the first upload, which nothing hides.
         last_download: Of one byte of the last download.
-        optimizer: Of the optimizer.
     """
 
     per_uploaded_byte: float = 0.0

@@ -76,7 +76,6 @@ class StepModel:
 
     Attributes:
         profile: The model for one microbatch, parameters of 16 bits.
-        num_trainable: Parameters that the optimizer steps.
         storage: What is kept for each parameter; None: the pipeline is all there is.
         hop: Seconds from one worker to another; None: as long as a boundary takes.
     """

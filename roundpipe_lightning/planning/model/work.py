@@ -48,13 +48,7 @@ class MicrobatchShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
-    """A number of operations or bytes as a function of the microbatch's shape.
-
-    Attributes:
-        fixed: Whatever the shape.
-        per_token: For each token.
-        per_square: For each sequence and its length squared.
-    """
+    """A number of operations or bytes as a function of the microbatch's shape."""
 
     fixed: float = 0.0
     per_token: float = 0.0
@@ -96,11 +90,7 @@ def _clean(value: float, scale: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The most of a number of bytes in use at once, which is one amount or another.
-
-    Attributes:
-        amounts: What is in use at different moments.
-    """
+    """The most of a number of bytes in use at once, which is one amount or another."""
 
     amounts: tuple[Amount, ...] = ()
 

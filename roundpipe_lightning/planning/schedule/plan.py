@@ -169,8 +169,6 @@ class Plan(PipelineLayout):
 
     Attributes:
         model: Fingerprint of the model that the plan is for, see `planning.profile.fingerprint`.
-        schedule: Every worker's actions in order.
-        block_names: Names of the model's blocks, first block first.
 
     Raises:
         PlanError: If the parts do not fit together or the schedule cannot run.

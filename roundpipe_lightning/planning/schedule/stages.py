@@ -84,7 +84,6 @@ class Stage:
     """A contiguous range of blocks run as a unit.
 
     Attributes:
-        kind: What is done with the blocks.
         index: Position in `Partition.forward` for FORWARD, in `Partition.backward` otherwise (so
             the FUSED stage is always 0 and BACKWARD stages count from 1).
         blocks: Indices of the blocks, ascending; empty for a fused stage of the tail segment alone.

@@ -53,7 +53,6 @@ class Case:
     """One way for the microbatches to travel.
 
     Attributes:
-        config: Microbatches, rounds, teams, slots, recompute.
         limits: Blocks per stage at most, other stages as small as they may be.
         joint_limits: Blocks per stage at most, all stages together.
     """

@@ -78,8 +78,6 @@ def search_partitions(
 
     Args:
         even: Partitions to begin with, from `even_partitions`.
-        limits: What every partition must keep.
-        num_results: How many to return, at most.
         fits: Which partitions fit; None: all do.
     """
     profile = evaluator.profile

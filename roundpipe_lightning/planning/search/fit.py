@@ -43,7 +43,6 @@ class TrainingJob:
 
     Attributes:
         dtype: Name of the compute dtype in `MatrixRates`.
-        num_microbatches: Microbatches of a batch.
         num_batches: Batches that are accumulated before the weights change.
         batch_sequences: Sequences of a batch, where the last microbatch has fewer than the others;
             None: all have as many.

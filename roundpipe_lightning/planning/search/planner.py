@@ -88,12 +88,10 @@ def plan_training(
         profile: The model for one microbatch; where there are several numbers of microbatches to
             choose from, a function that returns it for each. Sizes that are 0 cost no time and no
             memory.
-        hardware: Every device is a worker.
         admits: Whether a layout keeps what the planner does not know, such as the host's memory;
             where none does, it is not asked.
         storage: What is kept for each parameter, parameters of the profile having 16 bits; None:
             the host takes no time.
-        num_trainable: Parameters that the optimizer steps.
 
     Raises:
         FitError: If a device cannot hold a block, or what is asked for.

@@ -88,8 +88,6 @@ class PartitionHints:
         most_forward: Blocks of a FORWARD stage, at most.
         most_backward: Blocks of a BACKWARD stage, at most.
         most_fused: Blocks of the FUSED stage, at most.
-        team_size: Workers of a team.
-        round_size: Microbatches of a round.
         recompute: What BACKWARD stages may start from.
         weight_slots: Stages whose weights a device holds at once, 1 or 2.
         resident: Blocks that stay on every device.
