@@ -175,8 +175,8 @@ class Microbatch:
     def has_written(self) -> bool:
         return self.user.writes.were_any
 
-    def write_attributes(self) -> None:
-        self.user.writes.tell()
+    def write_attributes(self) -> str:
+        return self.user.writes.tell()
 
     def execute(self) -> None:
         """Run the user's step and all stages. Called in the microbatch's thread."""

@@ -75,6 +75,7 @@ class StepResult(StepOutputs):
         num_streamed: How many of them were not planned.
         traffic: What each worker has moved, and how long its compute has waited for it.
         wrote: Whether user code or a block has written into attributes or buffers of modules.
+        changed: An attribute that user code has changed for good; empty: none.
     """
 
     gradients: dict[nn.Parameter, Tensor]
@@ -85,6 +86,7 @@ class StepResult(StepOutputs):
     traffic: tuple[WorkerTraffic, ...] = ()
     clock_seconds: float | None = None
     wrote: bool = False
+    changed: str = ""
 
 
 class Step:
@@ -231,8 +233,7 @@ class Step:
         Args:
             traffic: Returns what its workers have moved; None: it was given up.
         """
-        for one in self.microbatches:
-            one.write_attributes()
+        changed = [one.write_attributes() for one in self.microbatches]
         self.was_given_up = traffic is None
         if traffic is None:
             return
@@ -257,6 +258,7 @@ class Step:
             num_streamed=sum(one.num_streamed for one in self.microbatches),
             traffic=moved,
             wrote=any(one.has_written for one in self.microbatches),
+            changed=next(filter(None, changed), ""),
         )
         self._on_success(self, self._result)
 

@@ -311,6 +311,16 @@ class MicrobatchedBatch:
             self._seen[self._thread.index].append(count)
         return NotImplemented if self.fusion is None else self.fusion(func, args, kwargs)
 
+    def warn_of_changes(self, changed: str) -> None:
+        """Warn of an attribute that the step has changed, by its name, if every part has."""
+        if changed and len(self.parts) > 1:
+            rank_zero_warn(
+                f"The step writes {changed}: with microbatching='step' once per microbatch, of its "
+                "rows, and the last one's value stays. Set microbatching='blocks' where that is "
+                "not what one device has.",
+                stacklevel=2,
+            )
+
     def begin(self, index: int) -> None:
         """Called in the thread of a part, before its step."""
         self._thread.index = index

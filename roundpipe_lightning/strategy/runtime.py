@@ -358,6 +358,7 @@ class PipelineRuntime:
         ended = present.is_over or loss is None
         if ended:
             result: StepResult = present.end()
+            cut.warn_of_changes(result.changed)
             if cut.contents is not None and loss is not None:
                 self._choose(cut.contents, batch, arguments, result)
             if loss is not None and trains:

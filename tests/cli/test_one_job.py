@@ -85,6 +85,18 @@ def test_pure_bfloat16_with_small_steps_is_offered_with_its_warning(tmp_path: Pa
         assert ("WARNING" in costs["trainer.precision=bf16-true"]) == warns
 
 
+def test_a_pair_of_changes_or_more_hosts_leave_all_parameters_trained(tmp_path: Path) -> None:
+    few = ("hardware=rtx4090x2", "hardware.host_memory=0.4MB", "partition.num_microbatches=2")
+    found = cheapest_changes(Job(compose_small(tmp_path, *few)), is_measured=False)
+    first = found[0][0].change
+    assert first.overrides == ("optimizer=adamw_8bit", "trainer.precision=bf16-true")
+    assert first.cost.startswith("AdamW's moments are rounded to 8 bits; weights are kept in bfl")
+    assert len({remedy.change.overrides for remedy, _ in found}) == len(found) >= 3
+    little = Job(compose_small(tmp_path, *few, "hardware.host_memory=0.6MB"))
+    every = cheapest_changes(little, is_measured=False, count=30)
+    assert ("nodes=2", "data.batch_size=2") in {remedy.change.overrides for remedy, _ in every}
+
+
 def test_another_hub_name_alone_means_its_weights(tmp_path: Path) -> None:
     ModelSource(architecture=TINY).build().save_pretrained(tmp_path / "model")
     name = f"model.hub_name={tmp_path / 'model'}"

@@ -237,6 +237,13 @@ def test_what_a_later_batch_writes_is_written_once(tmp_path: Path, kind: Any, in
     assert parameter_error(module, one) < 1e-5
 
 
+def test_pinned_steps_say_what_they_write(tmp_path: Path) -> None:
+    strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
+    trainer = make_trainer(tmp_path, strategy=strategy, max_steps=3)
+    with pytest.warns(UserWarning, match=r"writes Counting\.number: .* Set microbatching='blocks'"):
+        trainer.fit(Counting("an attribute"), regression_data())
+
+
 def test_a_mean_over_rows_is_weighed_by_rows(tmp_path: Path) -> None:
     """Whatever labels there are: in `auto` the proof says what the loss averages over."""
 

@@ -116,7 +116,7 @@ class Change:
 
 
 def cheapest_changes(
-    job: Job, *, is_measured: bool = True, count: int = 3
+    job: Job, *, is_measured: bool = True, count: int = 4
 ) -> list[tuple[Remedy[Change], FitAnswer]]:
     """Return changes that make a job fit, the cheapest first; pairs where one is not enough.
 
@@ -129,12 +129,12 @@ def cheapest_changes(
     """
     singles = list(_changes(job, is_measured=is_measured))
     found = verified(singles, count=count)
-    pairs = partial(_pairs, singles, alone=found, is_measured=is_measured)
-    if not any(remedy.price < Price.TRAINABLE for remedy, _ in found):
-        found = [*verified(pairs(most=Price.DISK), count=1), *found]
-    if len(found) < count:
-        found += verified(pairs(most=Price.MACHINE), count=count - len(found))
-    return found
+    missing = count - len(found)
+    if missing or not any(remedy.price < Price.TRAINABLE for remedy, _ in found):
+        most = Price.MACHINE if missing else Price.DISK
+        pairs = _pairs(singles, alone=found, is_measured=is_measured, most=most)
+        found += verified(pairs, count=missing or 1)
+    return sorted(found, key=lambda pair: pair[0].price)[:count]
 
 
 def change_text(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.placeholder import writes_first
-from roundpipe_lightning.engine.capture.view import write_through
+from roundpipe_lightning.engine.capture.view import DELETED, HOOKS, write_through
 from roundpipe_lightning.errors import ConfigurationError, StepModeError
 
 ModuleWrites: TypeAlias = list[tuple[nn.Module, dict[str, Any]]]
@@ -64,11 +64,16 @@ class Writes:
         found = (self._written.get(id(module)) for module in block.modules())
         return [(entry[0], dict(entry[1])) for entry in found if entry is not None]
 
-    def tell(self) -> None:
+    def tell(self) -> str:
+        """Write them into the originals; return the name of one that has changed, if any has."""
         written, self._written = self._written, {}
+        changed = ""
         for module, attributes in written.values():
             for name, value in attributes.items():
+                if name not in HOOKS and getattr(module, name, DELETED) is not value:
+                    changed = f"{type(module).__name__}.{name}"
                 write_through(module, name, value)
+        return changed
 
 
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

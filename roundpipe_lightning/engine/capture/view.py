@@ -45,16 +45,14 @@ DELETED: Any = object()
 _AS_THE_ORIGINAL: Any = object()
 
 
-_HOOKS = tuple(
-    name for name in nn.Module().__dict__ if re.fullmatch(r"_(forward|backward).*", name)
-)
+HOOKS = tuple(name for name in nn.Module().__dict__ if re.fullmatch(r"_(forward|backward).*", name))
 """A module's tables of hooks around its call."""
 
 
 def write_through(module: nn.Module, name: str, value: Any) -> None:
     if value is DELETED:
         delattr(module, name)
-    elif name in _HOOKS:  # the handles of hooks refer to the table
+    elif name in HOOKS:  # the handles of hooks refer to the table
         table = module.__dict__[name]
         hooks = dict(value)
         table.clear()
@@ -217,7 +215,7 @@ def _registering(name: str) -> Callable[..., Any]:
 
     def register(self: Any, *args: Any, **kwargs: Any) -> Any:
         own, original = self.__dict__, self.__dict__["_view_of"]
-        tables = {name: original.__dict__[name] for name in _HOOKS}
+        tables = {name: original.__dict__[name] for name in HOOKS}
         own.update({name: copy.copy(t) for name, t in tables.items() if own[name] is t})
         handle = getattr(super(View, self), name)(*args, **kwargs)
         handle.extra_dict_ref += tuple(map(weakref.ref, tables.values()))  # removed there, too
