@@ -132,3 +132,15 @@ def test_threads_add_at_once() -> None:
     for thread in threads:
         thread.join()
     assert torch.equal(accumulator.sums[parameter], _in_order(gradients))
+
+
+def test_what_has_been_handed_out_is_let_go() -> None:
+    """Who keeps a step keeps no gradients, of which each step would have its own."""
+    own, shared = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    reducer = GradientReducer(num_microbatches=1, num_stages=1, shared=[shared])
+    reducer.add_stage(0, [0], {own: torch.ones(2)})
+    reducer.add_shared(0, {shared: torch.ones(2)})
+    reducer.close_microbatch(0)
+    kept = [weakref.ref(gradient) for gradient in reducer.sums().values()]
+    assert len(kept) == 2
+    assert not [gradient for gradient in kept if gradient() is not None]

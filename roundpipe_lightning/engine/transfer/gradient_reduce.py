@@ -372,10 +372,11 @@ class GradientReducer:
             self._open.count()
 
     def sums(self) -> Gradients:
-        """Return the sums, after all microbatches are closed. Call it once."""
+        """Return the sums, after all microbatches are closed, and let go of them. Call it once."""
         total: Gradients = {}
         for sums in (*(stage.sums for stage in self._stages), self._shared.sums):
             fold(total, sums)
+            sums.clear()  # a step is in cycles: it stays until the garbage collector runs
         return total
 
 
