@@ -2,12 +2,13 @@
 
     python benchmarks/nodes_traffic.py wire [--hosts 2] [--blocks 12] [--megabytes 4]
     python benchmarks/nodes_traffic.py overlap [--share 0.8] --blocks 32 --megabytes 1
-    python benchmarks/nodes_traffic.py memory
+    python benchmarks/nodes_traffic.py memory [--accumulate 2] [--clip 1] [--precision 32-true]
 
 `wire` counts the bytes that every host's interface sends in a step, against c P (n-1)/n. `overlap`
 shapes the links so that the bytes of a step take `--share` of it at what gloo alone reaches over
-them, and compares its time with that over unshaped ones. `memory` reads how much memory every host
-has.
+them, and compares its time with that over unshaped ones. `memory` compares the
+memory of twice as many blocks with that of `--blocks`: the most that a host had in a step, per
+parameter, against the plan's formula.
 
 As root the hosts are network namespaces, joined by a bridge; else they share the loopback, which
 cannot be shaped. Devices are emulated: a block computes for `--seconds` forward, and three times as
@@ -19,9 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -78,44 +81,64 @@ class TimedModule(LightningModule):
 
 
 class Marks(Callback):
-    """Notes time, bytes sent and memory where batches begin."""
+    """Notes time and bytes sent where batches begin, and the most memory since the last one."""
 
-    def __init__(self, interface: str) -> None:
+    def __init__(self, interface: str, memory: PeakMemory) -> None:
         self._sent = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
+        self._memory = memory
         self.marks: list[tuple[float, int, int]] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.marks.append((time.perf_counter(), int(self._sent.read_text()), _resident_bytes()))
+        self.marks.append((time.perf_counter(), int(self._sent.read_text()), self._memory.take()))
 
     def on_train_end(self, *_: Any) -> None:
         self.on_train_batch_start()
 
 
 def _resident_bytes() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+    return resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[1])
+
+
+class PeakMemory:
+    """Looks at this process's memory all the time."""
+
+    def __init__(self) -> None:
+        self._most = _resident_bytes()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        while True:
+            self._most = max(self._most, _resident_bytes())
+            time.sleep(0.002)
+
+    def take(self) -> int:
+        """Return the most bytes since this was last called."""
+        most, self._most = max(self._most, _resident_bytes()), 0
+        return most
 
 
 def train(given: argparse.Namespace) -> dict[str, Any]:
     """Train as one host; return what was seen of it."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    marks = Marks(given.interface)
+    memory = PeakMemory()
+    marks = Marks(given.interface, memory)
     with EmulatedServer(1, tags=False) as server:
-        before = _resident_bytes()
         module = TimedModule(given, server)
         trainer = Trainer(
             strategy=EmulatedStrategy(
                 devices=server.devices,
                 num_microbatches=1,
                 microbatching="blocks",
-                upload_dtype="bf16",
+                upload_dtype=None if given.precision == "32-true" else "bf16",
                 gradient_dtype=given.gradient_dtype,
                 timeout_seconds=120,
                 replan=False,
                 hints={"forward": [1] * (given.blocks - 1), "backward": [1] * given.blocks},
             ),
-            precision="bf16-mixed",
+            precision=given.precision,
+            accumulate_grad_batches=given.accumulate,
+            gradient_clip_val=given.clip,
             num_nodes=given.hosts,
             devices=1,
             max_steps=given.steps,
@@ -132,7 +155,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in module.parameters()),
         "step_seconds": statistics.median(after[0] - at[0] for at, after in pairwise(steady)),
         "bytes_per_step": (steady[-1][1] - steady[0][1]) / (len(steady) - 1),
-        "resident_bytes": statistics.median(mark[2] for mark in steady) - before,
+        "resident_bytes": max(mark[2] for mark in steady),
     }
 
 
@@ -200,7 +223,31 @@ def run_hosts(
 
 
 _ON_HOSTS = {"host": train, "send": send_only}
-_PASSED = ("hosts", "blocks", "megabytes", "seconds", "steps", "gradient_dtype")
+_PASSED = (
+    *("hosts", "blocks", "megabytes", "seconds", "steps", "gradient_dtype"),
+    *("accumulate", "clip", "precision"),
+)
+
+
+def measure_memory(given: argparse.Namespace) -> dict[str, Any]:
+    """Return bytes per parameter, measured and as in `planning/cost/memory.py`."""
+    few = run_hosts(given, is_apart=False)
+    given.blocks *= 2
+    many = run_hosts(given, is_apart=False)
+    measured = [
+        (more["resident_bytes"] - less["resident_bytes"])
+        / (more["parameters"] - less["parameters"])
+        for less, more in zip(few, many, strict=True)
+    ]
+    whole, divided = (4, 8) if given.precision == "32-true" else (2, 12)
+    gradients = 4 if given.accumulate > 1 else 4 / given.hosts
+    formula = whole + divided / given.hosts + gradients
+    return {
+        "bytes_per_parameter": measured,
+        "formula": formula,
+        "over_formula": [each / formula for each in measured],
+        "step_seconds": many[0]["step_seconds"],
+    }
 
 
 def main() -> None:
@@ -213,10 +260,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--share", type=float, default=0.8, help="of a step that the network needs")
     parser.add_argument("--gradient_dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--precision", choices=("bf16-mixed", "32-true"), default="bf16-mixed")
     parser.add_argument("--interface", default="lo")
     given = parser.parse_args()
     if given.part in _ON_HOSTS:
         print(json.dumps(_ON_HOSTS[given.part](given)))
+        return
+    if given.part == "memory":
+        print(json.dumps(measure_memory(given), indent=1))
         return
     with networks(given.hosts) as links:
         is_apart = links == "cut"
@@ -229,10 +282,6 @@ def main() -> None:
             "step_seconds": first["step_seconds"],
             "bytes_per_step": sent,
             "bytes_over_formula": sent / expected,
-            "resident_bytes_per_parameter": [
-                each["resident_bytes"] / each["parameters"] for each in free
-            ],
-            "formula_bytes_per_parameter": 2 + 16 / num,
         }
         if given.part == "overlap":
             if not is_apart:

@@ -555,6 +555,12 @@ class PipelineRuntime:
         if self.hosts is not None and self._engine is not None and self._engine.store.in_part:
             self.hosts.control.ask()
 
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether each of several hosts has a part of the parameters between two steps."""
+        has_copies = self._upload_dtype is not None and self._moves
+        return self.hosts is not None and has_copies
+
     def _batch_ended(self, batch: InFlightBatch, *, has_trained: bool) -> None:
         """Call listeners, and let the planner know how long the step took."""
         self.last = batch

@@ -36,7 +36,7 @@ from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundP
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.device.threads import add_note
-from roundpipe_lightning.engine.update.hosts_update import StatePart
+from roundpipe_lightning.engine.update.hosts_update import LatePart
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossMode
 from roundpipe_lightning.optim import HostAdamW
@@ -234,7 +234,8 @@ class RoundPipeStrategy(OneProcessStrategy):
         self._gradient_format: GradientFormat | None = None
         self._resume = ResumePoint()
         self._loaded: dict[str, Any] | None = None
-        self._state_parts: Sequence[StatePart] = ()
+        self._late_parts: list[LatePart] = []
+        self._come_late = False  # what other hosts have of a checkpoint
         self._has_failed = False
         self._num_threads: int | None = None
         self._is_set_up = False  # the end of background work is certain to be waited for
@@ -643,13 +644,12 @@ class RoundPipeStrategy(OneProcessStrategy):
                 "On several hosts the optimizer's state can be saved while a training runs only: "
                 "by ModelCheckpoint, or in on_train_end. save_checkpoint(weights_only=True) works."
             )
-        state, parts = updater.hosts.whole_state(optimizer, waits=self._may_wait())
-        first = optimizer is self.optimizers[0]
-        self._state_parts = [*(() if first else self._state_parts), *parts]
+        state, parts = updater.hosts.whole_state(optimizer, comes_late=self._come_late)
+        self._late_parts += parts
         return state
 
-    def _may_wait(self) -> bool:
-        """Whether the optimizers' state may come while it is written: nobody looks at it before."""
+    def _may_come_late(self) -> bool:
+        """Whether values may come while they are written: nobody looks at them before."""
         trainer: Any = self._module.trainer
         idle = (LightningModule.on_save_checkpoint, Callback.on_save_checkpoint)
         hooks = (self._module, *trainer.callbacks)
@@ -658,11 +658,17 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.join_updates()
-        if self._runtime is not None:
-            self._runtime.make_whole()
+        updater = None if self._runtime is None else self._runtime.updater
+        self._late_parts = []
+        if self._runtime is not None and self._hosts is not None and updater is not None:
+            self._come_late = all(self._hosts.control.objects(self._may_come_late()))
+            if not self._come_late:
+                self._runtime.make_whole()
         if self._runtime is not None and self._runtime.watch is not None:
             self._runtime.watch.may_be_kept = True  # by who is given the checkpoint
         state = super().lightning_module_state_dict()
+        if updater is not None:  # a `state_dict` of the user's has all here, if it has looked
+            self._late_parts = updater.late_values()
         return split_frozen(self._module, state)[0] if self.exclude_frozen_parameters else state
 
     # Saving --------------------------------------------------------------------------------------
@@ -694,7 +700,7 @@ class RoundPipeStrategy(OneProcessStrategy):
                 },
             }
         io = self.checkpoint_io
-        if self._state_parts and "optimizer_states" in checkpoint:
+        if self._late_parts:
             self._save_with_parts(checkpoint, filepath, storage_options)
             return
         if not self.is_global_zero:  # what was logged has been put together with this one
@@ -710,39 +716,39 @@ class RoundPipeStrategy(OneProcessStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
     ) -> None:
         """Write a checkpoint to which each host brings what it has, when it is to be written."""
-        hosts, parts, self._state_parts = self._hosts, self._state_parts, []
-        updater = None if self._runtime is None else self._runtime.updater
-        updates = None if updater is None else updater.hosts
+        hosts, parts, self._late_parts = self._hosts, self._late_parts, []
         assert hosts is not None
-        assert updates is not None
         asked: Any = None
         while not self.is_global_zero:
-            asked = hosts.control.objects(asked)[0]
+            asked = hosts.control.objects(None)[0]
             if asked is None:
                 return
-            updates.bring(parts[asked])
-            asked = None
+            parts[asked].bring()
 
         def bring(number: int) -> None:
             hosts.control.objects(number)
-            updates.bring(parts[number])
+            parts[number].bring()
 
-        numbers = {part.values.untyped_storage()._cdata: n for n, part in enumerate(parts)}  # noqa: SLF001 - torch's key for a storage
+        numbers = {part.storage._cdata: number for number, part in enumerate(parts)}  # noqa: SLF001 - torch's key for a storage
 
         @contextlib.contextmanager
         def take(storage: torch.UntypedStorage) -> Iterator[torch.UntypedStorage]:
             number = numbers.get(storage._cdata)  # noqa: SLF001
             if number is not None:
                 bring(number)
-            yield storage
-            if number is not None:
-                storage.resize_(0)  # its memory is free again
+            try:
+                yield storage
+            finally:
+                if number is not None:
+                    parts[number].release()
 
         io = cast("RoundPipeCheckpointIO", self.checkpoint_io)
         if storage_options is not None or not io.save_taken(checkpoint, filepath, take=take):
             for number in range(len(parts)):
                 bring(number)
             io.save_checkpoint(checkpoint, filepath, storage_options)
+            for part in parts:
+                part.release()
         hosts.control.objects(None)
 
     def _steady_memory(self) -> list[torch.UntypedStorage]:
@@ -785,6 +791,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         """
         if self._runtime is not None and self._runtime.updater is not None:
             self._runtime.updater.forget()
+            self._runtime.make_whole()
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         check_versions(checkpoint, path=checkpoint_path, newest=CHECKPOINT_VERSION)
         self._loaded = checkpoint.pop(CHECKPOINT_KEY, None)

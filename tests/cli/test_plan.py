@@ -179,7 +179,9 @@ def test_more_hosts_have_less_in_memory_and_wait_for_the_network(ask: Ask) -> No
         # 6 bytes of a block's parameters, 8 of others
         assert share * trained * 6 <= row["sent_bytes"] <= share * trained * 8
         assert row["network_seconds"] == pytest.approx(row["sent_bytes"] / (0.9 * 125e6))
-        assert one["host_bytes"] - row["host_bytes"] == pytest.approx(share * 8 * trained, abs=2)
+        # 16 bytes of a block's parameters, 8 of others
+        less = one["host_bytes"] - row["host_bytes"]
+        assert share * 8 * trained <= less <= (share * 16 + (row is not one)) * trained
         room = row["step_seconds"] - row["waiting_seconds"]
         assert row["hidden_tokens"] == pytest.approx(8 * 128 * row["network_seconds"] / room)
         seconds = row["step_seconds"]

@@ -127,7 +127,7 @@ def own_pages(
 
 
 _C: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-_ADVICE_HUGE, _ADVICE_REMOVE = 14, 9  # of <sys/mman.h>
+_ADVICE_HUGE, _ADVICE_REMOVE, _ADVICE_UNNEEDED = 14, 9, 4  # of <sys/mman.h>
 _FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 if _C is not None:
@@ -190,6 +190,19 @@ class _SharedFile:
 
 
 _shared_file = functools.cache(_SharedFile)
+
+
+def release_pages(values: Tensor) -> None:
+    """Give back the pages that lie wholly in a part of `own_pages`: then it reads as zeros there.
+
+    Nothing is given back on systems other than Linux.
+    """
+    begin = -(-values.data_ptr() // PAGE_BYTES) * PAGE_BYTES
+    size = (values.data_ptr() + values.nbytes) // PAGE_BYTES * PAGE_BYTES - begin
+    if _C is None or size <= 0:
+        return
+    if _C.madvise(begin, size, _ADVICE_REMOVE):  # of a file in memory; else they are private
+        _C.madvise(begin, size, _ADVICE_UNNEEDED)
 
 
 class _HeapFigures(ctypes.Structure):

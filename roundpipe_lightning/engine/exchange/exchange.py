@@ -122,9 +122,11 @@ class Exchange:
 
     def owned(self, tensor: Tensor) -> Piece | None:
         """Return what this host owns of a parameter; None: nothing, or nobody owns it yet."""
-        if tensor not in self._ownership:
-            return None
-        return self._ownership.pieces(tensor)[self.hosts.rank]
+        return self.pieces(tensor)[self.hosts.rank] if tensor in self._ownership else None
+
+    def pieces(self, tensor: Tensor) -> Sequence[Piece | None]:
+        """Return what each host owns of a parameter, by rank."""
+        return self._ownership.pieces(tensor)
 
     def is_divided(self, tensor: Tensor) -> bool:
         return tensor in self._ownership

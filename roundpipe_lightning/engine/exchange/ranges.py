@@ -42,6 +42,10 @@ class Piece:
         return self.stop - self.start
 
     @property
+    def elements(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
     def is_whole(self) -> bool:
         return self.size == self.tensor.numel()
 

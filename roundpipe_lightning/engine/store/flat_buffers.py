@@ -14,13 +14,17 @@ there, and so do those that share memory. Beside a buffer there may be a copy in
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.device.host_memory import own_pages, return_freed_memory
+from roundpipe_lightning.engine.device.host_memory import (
+    own_pages,
+    release_pages,
+    return_freed_memory,
+)
 from roundpipe_lightning.engine.store.mapped_parameter import is_mapped
 from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
 
@@ -55,6 +59,18 @@ class FlatBuffer:
         """
         first, size = self.values.data_ptr(), self.values.element_size()
         return [(p, at) for p, at in self.members.items() if p.data_ptr() == first + at * size]
+
+    def release(self, kept: Mapping[nn.Parameter, slice]) -> None:
+        """Give memory of members back, but for these elements of them; others keep theirs."""
+        present, begin = dict(self.present_members()), 0
+        for parameter, offset in self.members.items():
+            elements = kept.get(parameter, slice(0, parameter.numel()))
+            if parameter not in present:
+                elements = slice(0, parameter.numel())
+            if elements.start < elements.stop:
+                release_pages(self.values[begin : offset + elements.start])
+                begin = offset + elements.stop
+        release_pages(self.values[begin:])
 
 
 class ParameterGroup:

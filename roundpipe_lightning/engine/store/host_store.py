@@ -104,8 +104,9 @@ class HostStore:
         self._pinned_by: Device | None = None
         #: The end of a parameter's last update, where parameters change while a step runs.
         self.updates: dict[nn.Parameter, HostEvent] = {}
-        #: Parameters of which other hosts own a part: these values are older than the copies.
-        self.in_part: set[nn.Parameter] = set()
+        #: Parameters of which other hosts own a part, with the elements that are here. The others
+        #: are zeros, or older than the copies.
+        self.in_part: dict[nn.Parameter, slice] = {}
         #: Parameters with copies whose own values have been read by a step.
         self.read_whole: set[nn.Parameter] = set()
         #: Set where parameters are stepped as soon as their gradients are there.
@@ -231,19 +232,29 @@ class HostStore:
         if self.copies is not None:
             self.copies.updated({p: p for p in parameters}, by)
 
-    def received(self, parameters: Iterable[nn.Parameter], *, copies: Collection[Tensor]) -> None:
+    def received(
+        self, parameters: Iterable[nn.Parameter], *, copies: Mapping[Tensor, slice]
+    ) -> None:
         """Take note of values that came from other hosts. Called before anybody may read them.
 
         Args:
             parameters: Whose.
-            copies: Those of which copies came, and no values.
+            copies: Those of which copies came, and no values, with the elements that are this
+                host's: memory of the others is given back.
         """
         if self.copies is not None:
-            came = {p for p in parameters if p in copies}
+            came = {p: copies[p] for p in parameters if p in copies}
+            new = came.keys() - self.in_part.keys()
             self.in_part |= came
+            self.release_rest(new)
             self.copies.note({p: p for p in came})
             # Of others, which this step had no gradients of, the copies may be newer than they are.
             self.copies.cast({p: p for p in parameters if p not in self.in_part})
+
+    def release_rest(self, parameters: Iterable[Tensor]) -> None:
+        """Give memory back of which the values are other hosts', of what is here in part."""
+        for flat in {self._flat_of[p] for p in parameters if isinstance(p, nn.Parameter)}:
+            flat.release(self.in_part)
 
     def rewrite(self, parameter: nn.Parameter, values: Tensor) -> bool:
         """Write values into a parameter while a step runs, for all that is uploaded from now on.

@@ -155,7 +155,7 @@ class HostsUpdate:
         *,
         num_early: int,
         run: Callable[[int, Sequence[Tensor]], None],
-        ended: Callable[[int, Collection[Tensor]], None],
+        ended: Callable[[int, Mapping[Tensor, slice]], None],
     ) -> None:
         """Make a step; every host calls this for the same step.
 
@@ -164,7 +164,8 @@ class HostsUpdate:
                 others in the opposite order.
             run: Called with a unit's number and parameters: makes their step.
             ended: Called with a unit's number and the parameters of which copies have come in the
-                place of values, in another thread, when all hosts' are there.
+                place of values, with the elements that this host owns, in another thread, when all
+                hosts' are there.
 
         Raises:
             ConfigurationError: The hosts' steps differ.
@@ -182,7 +183,7 @@ class HostsUpdate:
         *,
         num_early: int,
         run: Callable[[int, Sequence[Tensor]], None],
-        ended: Callable[[int, Collection[Tensor]], None],
+        ended: Callable[[int, Mapping[Tensor, slice]], None],
     ) -> None:
         exchange, step = self._exchange, joint.step
         self._divide(step.optimizer, joint.members)
@@ -203,7 +204,7 @@ class HostsUpdate:
         later, gathered = [], list[Future[None]]()
         for number in order:
             new = self._step_unit(joint, sums.pop(number).result(), partial(run, number))
-            end = partial(ended, number, _copied(new))
+            end = partial(ended, number, self._copied(new))
             begin = partial(exchange.gather, joint.names[number], new, end)
             if order is forward or number < num_early:
                 gathered.append(begin())
@@ -232,6 +233,10 @@ class HostsUpdate:
                     piece.of(needed[parameter]).copy_(piece.of(parameter))
         return needed
 
+    def _copied(self, new: Mapping[Tensor, Tensor]) -> Mapping[Tensor, slice]:
+        pieces = {p: self._exchange.owned(p) for p, values in new.items() if values is not p}
+        return {p: each.elements if each else slice(0, 0) for p, each in pieces.items()}
+
     def make_whole(self, units: Mapping[str, Sequence[Tensor]]) -> None:
         """Bring all values that this host has a part of here; every host calls this.
 
@@ -250,14 +255,12 @@ class HostsUpdate:
 
     def round_rest(self) -> bool:
         """Take copies for what others own, after an error; return whether there was any."""
-        copies, in_part = self._store.copies, list(self._store.in_part)
-        for parameter in in_part:
+        copies, in_part = self._store.copies, {**self._store.in_part}
+        for parameter, mine in in_part.items():
             assert copies is not None, "there are copies of what is here in part"
-            piece, values = self._exchange.owned(parameter), parameter.detach().view(-1)
-            rounded = copies.of(parameter).view(-1)
-            start, stop = (0, 0) if piece is None else (piece.start, piece.stop)
-            values[:start].copy_(rounded[:start])
-            values[stop:].copy_(rounded[stop:])
+            values, rounded = parameter.detach().view(-1), copies.of(parameter).view(-1)
+            values[: mine.start].copy_(rounded[: mine.start])
+            values[mine.stop :].copy_(rounded[mine.stop :])
         self._store.in_part.clear()
         return bool(in_part)
 
@@ -306,17 +309,36 @@ class HostsUpdate:
 
     # In a checkpoint -----------------------------------------------------------------------------
 
+    def late_values(self, units: Sequence[Sequence[Tensor]]) -> list[LatePart]:
+        """Return the parameters that are here in part, as parts that come late: one per memory.
+
+        Args:
+            units: As of `make_whole`.
+        """
+        found: dict[int, list[Tensor]] = {}
+        for parameter in (p for unit in units for p in unit if p in self._store.in_part):
+            key = parameter.untyped_storage()._cdata  # noqa: SLF001 - torch's key for a storage
+            found.setdefault(key, []).append(parameter)
+        return [
+            LatePart(
+                storage=some[0].untyped_storage(),
+                bring=partial(self._bring_values, some),
+                release=partial(self._store.release_rest, some),
+            )
+            for some in found.values()
+        ]
+
     def whole_state(
-        self, optimizer: Optimizer, *, waits: bool
-    ) -> tuple[dict[str, Any], Sequence[StatePart]]:
+        self, optimizer: Optimizer, *, comes_late: bool
+    ) -> tuple[dict[str, Any], Sequence[LatePart]]:
         """Return an optimizer's `state_dict()`: on host 0 the whole state, else none.
 
         Every host calls this. Nothing may be stepped meanwhile.
 
         Args:
             optimizer: Of which each host has a part.
-            waits: Whether values may wait until they are written, so that no host needs memory for
-                all of them: then tensors have none before `bring` was called for their parts.
+            comes_late: Whether values may wait until they are written, so that no host needs memory
+                for all of them; the same on all hosts.
 
         Returns:
             The state, and what waits: the same parts on all hosts.
@@ -326,7 +348,7 @@ class HostsUpdate:
             {key: _described(value) for key, value in optimizer.state.get(p, {}).items()}
             for p in tensors
         ]
-        whole, parts = copy.copy(optimizer.state), list[StatePart]()
+        whole, parts = copy.copy(optimizer.state), list[LatePart]()
         whole.clear()
         for parameter, *of_hosts in zip(tensors, *self._exchange.agree(mine), strict=True):
             if not self._exchange.is_divided(parameter):
@@ -334,35 +356,62 @@ class HostsUpdate:
             state: dict[str, Any] = {}
             for key in next(filter(None, of_hosts), {}):
                 described = [of.get(key) for of in of_hosts]
-                first = next(each for each in described if each is not None)
-                state[key] = first
-                if isinstance(first, _Shape):
-                    parts.append(StatePart.of(optimizer, parameter, key, described))
-                    state[key] = parts[-1].values
+                state[key] = next(each for each in described if each is not None)
+                if isinstance(state[key], _Shape):
+                    values, sizes = _place_for(parameter, described)
+                    held = optimizer.state.get(parameter, {}).get(key)
+                    parts.append(
+                        LatePart(
+                            storage=values.untyped_storage(),
+                            bring=partial(self._bring_state, held, sizes, values),
+                            release=partial(values.untyped_storage().resize_, 0),
+                        )
+                    )
+                    state[key] = values
             if state and self._exchange.hosts.rank == 0:
                 whole[parameter] = state
-        for part in () if waits else parts:
-            self.bring(part)
-        form = _state_dict(optimizer, whole)
+        form = _state_dict(optimizer, whole) if comes_late else {"state": {}}
         written = {each.data_ptr() for state in form["state"].values() for each in _tensors(state)}
-        if not waits:
-            return form, ()
-        if self._exchange.agree(written >= {part.values.data_ptr() for part in parts})[0]:
+        places = {part.storage.data_ptr() for part in parts}
+        if comes_late and self._exchange.agree(written >= places)[0]:
             return form, parts
-        for part in parts:  # it is written in another form, which is made of the values
-            self.bring(part)
+        for part in parts:  # perhaps it is written in another form, which is made of the values
+            part.bring()
         return _state_dict(optimizer, whole), ()
 
-    def bring(self, part: StatePart) -> None:
-        """Bring values of the optimizer's state to host 0. Every host calls this."""
-        rank, values = self._exchange.hosts.rank, part.values.view(-1)
-        mine = values[:0]
-        if part.sizes[rank]:
-            mine = part.optimizer.state[part.parameter][part.key].detach().reshape(-1)
-        sizes = part.sizes if rank == 0 else [0] * len(part.sizes)
-        taken = self._exchange.to_first(mine, sizes)
+    def _bring_state(self, held: Tensor | None, sizes: Sequence[int], values: Tensor) -> None:
+        rank, flat = self._exchange.hosts.rank, values.view(-1)
+        mine = flat[:0] if held is None or not sizes[rank] else held.detach().reshape(-1)
+        taken = self._exchange.to_first(mine, sizes if rank == 0 else [0] * len(sizes))
         if rank == 0:
-            values.copy_(torch.cat(list(taken)))
+            flat.copy_(torch.cat(list(taken)))
+
+    def _bring_values(self, parameters: Sequence[Tensor]) -> None:
+        """Bring parameters to host 0, one at a time."""
+        rank = self._exchange.hosts.rank
+        for parameter in parameters:
+            pieces = [None, *self._exchange.pieces(parameter)[1:]]
+            values = parameter.detach()
+            places = [p.of(values) if p else values.view(-1)[:0] for p in pieces]
+            sizes = [len(place) if rank == 0 else 0 for place in places]
+            taken = self._exchange.to_first(places[rank], sizes)
+            for place, new in zip(places if rank == 0 else (), taken, strict=False):
+                place.copy_(new)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LatePart:
+    """A part of a checkpoint that comes to host 0 when it is to be written.
+
+    Attributes:
+        storage: Host 0's place for it.
+        bring: Every host calls this, for the same part.
+        release: Lets host 0's memory go.
+    """
+
+    storage: torch.UntypedStorage
+    bring: Callable[[], None]
+    release: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -371,35 +420,19 @@ class _Shape:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StatePart:
-    """Values of an optimizer's state that hosts have pieces of.
-
-    Attributes:
-        sizes: Elements that host 0 gets of each host, by rank.
-        values: Host 0's place for them; memory is taken when it is written to.
-    """
-
-    optimizer: Optimizer
-    parameter: Tensor
-    key: str
-    sizes: Sequence[int]
-    values: Tensor
-
-    @classmethod
-    def of(
-        cls, optimizer: Optimizer, parameter: Tensor, key: str, described: Sequence[_Shape | None]
-    ) -> StatePart:
-        sizes = [0 if each is None else each.shape.numel() for each in described]
-        known = [each for each in described if each is not None]
-        shape = known[0].shape
-        if sum(sizes) == parameter.numel():
-            shape = parameter.shape
-        else:  # the same on all that have it
-            first = described.index(known[0])
-            sizes = [size if host == first else 0 for host, size in enumerate(sizes)]
-        values = torch.empty(shape, dtype=known[0].dtype)
-        return cls(optimizer=optimizer, parameter=parameter, key=key, sizes=sizes, values=values)
+def _place_for(
+    parameter: Tensor, described: Sequence[_Shape | None]
+) -> tuple[Tensor, Sequence[int]]:
+    """Return an empty tensor for values that hosts have pieces of, and how many each gives."""
+    sizes = [0 if each is None else each.shape.numel() for each in described]
+    first = next(each for each in described if each is not None)
+    shape = first.shape
+    if sum(sizes) == parameter.numel():
+        shape = parameter.shape
+    else:  # the same on all that have it
+        giver = described.index(first)
+        sizes = [size if host == giver else 0 for host, size in enumerate(sizes)]
+    return torch.empty(shape, dtype=first.dtype), sizes
 
 
 def _described(value: Any) -> Any:
@@ -423,10 +456,6 @@ def _settle(future: Future[Any], value: Any) -> None:
     """Give a result, unless an error came first, which whoever waits is told."""
     with suppress(InvalidStateError):
         future.set_result(value)
-
-
-def _copied(new: Mapping[Tensor, Tensor]) -> Collection[Tensor]:
-    return {parameter for parameter, values in new.items() if values is not parameter}
 
 
 def _values_of(pieces: Mapping[Tensor, Piece], parameter: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.exchange.exchange import Exchange
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.update.hosts_update import HostsUpdate, JointStep
+from roundpipe_lightning.engine.update.hosts_update import HostsUpdate, JointStep, LatePart
 from roundpipe_lightning.engine.update.partial_step import CapturedStep, is_foreign, plain_step
 
 
@@ -335,6 +335,10 @@ class Updater:
         if self.hosts is not None:
             self.hosts.make_whole({unit.name: unit.parameters for unit in self._units})
 
+    def late_values(self) -> list[LatePart]:
+        """Return the parameters that are here in part; joined before."""
+        return self.hosts.late_values([u.parameters for u in self._units]) if self.hosts else []
+
     def stepped_whole(self) -> None:
         """Mark 16-bit copies as old: an optimizer was stepped in another way than here."""
         if self._store.copies is not None:
@@ -564,7 +568,7 @@ class Updater:
             part = UpdateUnit(name=units[number].name, parameters=tuple(parameters))  # type: ignore[arg-type]
             self._run_part(part, joint.step)
 
-        def ended(number: int, copied: Collection[Tensor]) -> None:
+        def ended(number: int, copied: Mapping[Tensor, slice]) -> None:
             self._store.received(units[number].parameters, copies=copied)
             self._end_part(units[number])
 

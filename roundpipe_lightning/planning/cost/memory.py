@@ -27,9 +27,6 @@ from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 
 _GIB = 2**30
-_SHARDED = (MemoryKind.OPTIMIZER,)
-"""What a host has of its own parameters alone, where several hosts share them."""
-
 _ROUNDS_IN_FLIGHT = 2
 
 
@@ -117,7 +114,7 @@ class MemoryModel:
             kept += sum(block.attention_bytes for block in blocks)
         sizes: dict[MemoryKind, float] = dict(self._host_parameters)
         sizes[MemoryKind.BOUNDARIES] = in_flight * kept
-        sizes[MemoryKind.GRADIENTS] += self._waiting_gradients(layout)
+        sizes[MemoryKind.GRADIENTS] = self._gradients(layout) + self._waiting_gradients(layout)
         is_mapped = self.storage.weights is WeightStorage.MEMORY_MAPPED
         if is_mapped and not self.hardware.shares_host_memory:
             largest = max(
@@ -126,6 +123,35 @@ class MemoryModel:
             )
             sizes[MemoryKind.STAGING] = 2.0 * largest * self.hardware.num_devices
         return sizes
+
+    @cached_property
+    def _num_in_blocks(self) -> int:
+        return sum(block.num_trainable for block in self.work.blocks)
+
+    def _gradients(self, layout: PipelineLayout) -> float:
+        """Bytes of summed gradients.
+
+        Of several hosts each has its part, if those of a block are complete after its last backward
+        pass: they leave then. Those of head and tail leave at the end.
+        """
+        blocks: float = self._num_in_blocks
+        if layout.num_rounds == layout.num_batches == 1:
+            blocks /= self.hardware.num_nodes
+        others = self.work.num_trainable - self._num_in_blocks
+        return (blocks + others) * self.storage.gradient_bytes
+
+    @cached_property
+    def _masters(self) -> float:
+        """Bytes of masters.
+
+        Of several hosts each has its part of what has copies, blocks' parameters. Head and tail are
+        uploaded themselves: they have no copies, which are counted.
+        """
+        num, each = self.hardware.num_nodes, self.storage.master_bytes
+        if num == 1 or self.hardware.shares_host_memory:
+            return self.work.num_trainable * each
+        others = self.work.num_trainable - self._num_in_blocks
+        return self._num_in_blocks * each / num + others * each / 2
 
     def _waiting_gradients(self, layout: PipelineLayout) -> float:
         """Bytes of head's and tail's gradients beside their sums: two rounds', of every use."""
@@ -145,15 +171,11 @@ class MemoryModel:
         tied = work.tied_parameters
         per_parameter = self._stored(work.head) / max(work.head.num_parameters, 1)
         copies = sum(self._stored(part) for part in work.segments) - tied * per_parameter
-        sizes = {
+        return {
             MemoryKind.WEIGHTS: copies if has_copies else 0.0,
-            MemoryKind.MASTERS: work.num_trainable * storage.master_bytes,
-            MemoryKind.GRADIENTS: work.num_trainable * storage.gradient_bytes,
-            MemoryKind.OPTIMIZER: storage.state_bytes(work.num_trainable),
+            MemoryKind.MASTERS: self._masters,
+            MemoryKind.OPTIMIZER: storage.state_bytes(work.num_trainable) / self.hardware.num_nodes,
         }
-        for kind in _SHARDED:
-            sizes[kind] /= self.hardware.num_nodes
-        return sizes
 
     def _stored(self, part: BlockWork) -> float:
         if self.storage.weights is WeightStorage.MEMORY_MAPPED:

@@ -19,6 +19,7 @@ waits for that (`parameter_watch.py`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -89,6 +90,7 @@ class OptimizerSync:
             and not check_gradients
         )
         self._has_hosts = runtime.hosts is not None
+        self._process = os.getpid()
         self._whole = {o: reason_not_separable(o) for o in optimizers if self._overlaps}
         self._warned: set[CodeType | str] = set()
         self._num_steps = 0
@@ -329,6 +331,11 @@ class OptimizerSync:
 
     def _before_access(self, what: Access, frame: FrameType, parameter: Tensor | None) -> None:
         """Wait for the step that others may see half made."""
+        if what is Access.ADDRESS and not self._has_hosts:
+            return
+        if self._has_hosts and os.getpid() != self._process:
+            self._refuse_in_child(what, frame)
+            return
         # Before the first step every host has the whole state, if a checkpoint has given it any.
         is_divided = what is Access.GRADIENT or (what is Access.STATE and self._num_steps > 0)
         if self._has_hosts and is_divided:
@@ -348,7 +355,7 @@ class OptimizerSync:
         elif what is Access.STATE:
             self._state_is_read = True
         if self._runtime.is_update_pending:
-            if what is not Access.ZEROING and frame.f_code not in self._warned:
+            if what not in (Access.ZEROING, Access.ADDRESS) and frame.f_code not in self._warned:
                 self._warned.add(frame.f_code)
                 self._warn(
                     f"{describe_code(frame)} looks at {what.value} between two steps: the "
@@ -356,8 +363,17 @@ class OptimizerSync:
                     "nothing."
                 )
             self._runtime.finish_update()
-        if what is Access.VALUES:
+        if what in (Access.VALUES, Access.ADDRESS):
             self._runtime.make_whole()
+
+    def _refuse_in_child(self, what: Access, frame: FrameType) -> None:
+        """Refuse what a forked process, a loader's, cannot have: its memory is this host's part."""
+        if what in (Access.VALUES, Access.ADDRESS) and self._runtime.divides_parameters:
+            raise ConfigurationError(
+                f"{describe_code(frame)} looks at parameters in a process of a loader, where each "
+                "of several hosts has only a part of them. Look at them in a hook, set the "
+                "loader's num_workers=0, or leave upload_dtype out; see docs/nodes.md."
+            )
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:

@@ -49,6 +49,7 @@ class Access(Enum):
 
     VALUES = "parameters"
     GRADIENT = "gradients"
+    ADDRESS = "the address of a parameter"
     STATE = "the optimizer's state"
     ZEROING = "gradients, to let them go"
     FORK = "parameters, which a new process has as they are"
@@ -74,7 +75,7 @@ _VALUE_ATTRIBUTES = frozenset(("data", "T", "H", "mT", "mH", "real", "imag"))
 _WITHOUT_VALUES = frozenset(
     (
         *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size"),
-        *("storage_offset", "data_ptr", "is_contiguous", "is_floating_point", "is_complex"),
+        *("storage_offset", "is_contiguous", "is_floating_point", "is_complex"),
         *("is_signed", "is_same_size", "get_device", "register_hook", "requires_grad_"),
         *("register_post_accumulate_grad_hook", "retain_grad", "is_shared", "is_pinned"),
         *("has_names", "__len__", "__hash__"),
@@ -270,6 +271,8 @@ def _looked_at(func: Any) -> Access | None:
         if attribute == "grad":
             return Access.GRADIENT
         return Access.VALUES if attribute in _VALUE_ATTRIBUTES else None
+    if name == "data_ptr":
+        return Access.ADDRESS
     return None if name in _WITHOUT_VALUES else Access.VALUES
 
 

@@ -1,0 +1,165 @@
+"""What each of several hosts keeps of parameters that others own, and who reads them."""
+
+import ctypes
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.testing import EmulatedStrategy
+from tests.kit.hosts import run_on_hosts
+from tests.kit.training import QUIET, make_trainer
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+
+WIDTH = 256  # a matrix has 64 pages
+
+
+class Wide(LightningModule):
+    """Blocks whose matrices have many pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        y: Tensor = self.head(x)
+        return y
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        del batch_idx
+        loss: Tensor = self(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def resident_share(parameter: Tensor) -> float:
+    """Return how much of a parameter's memory has pages."""
+    begin = parameter.untyped_storage().data_ptr()
+    num = -(-parameter.untyped_storage().nbytes() // mmap.PAGESIZE)
+    pages = (ctypes.c_ubyte * num)()
+    found = ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), num * mmap.PAGESIZE, pages)
+    assert found == 0
+    return sum(page & 1 for page in pages) / num
+
+
+class Looking(Callback):
+    """Looks at parameters, and at their pages, between steps.
+
+    Args:
+        folder: Where checkpoints go.
+        is_alone: Whether this host reads when the others do not.
+    """
+
+    def __init__(self, folder: Path, *, is_alone: bool) -> None:
+        self._folder, self._is_alone = folder, is_alone
+        self.shares: list[float] = []
+        self.read: list[Tensor] = []
+        self.at_addresses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        step = trainer.global_step
+        if step == 2 and self._is_alone:
+            matrix = module.layers[0].weight
+            address = (ctypes.c_float * matrix.numel()).from_address(matrix.data_ptr())
+            self.at_addresses = [torch.tensor(address).view(matrix.shape)]
+            self.read = [matrix.detach().clone()]
+            return
+        if step == 3:
+            trainer.save_checkpoint(self._folder / "late.ckpt")
+            trainer.save_checkpoint(self._folder / "weights.ckpt", weights_only=True)
+        trainer.strategy.join_updates()  # type: ignore[attr-defined]
+        with ThreadPoolExecutor(1) as thread:  # where a look brings nothing
+            matrices = [layer.weight for layer in module.layers]
+            self.shares += thread.map(resident_share, matrices)
+        if step == 3:
+            self.read += [p.detach().clone() for p in module.parameters()]
+
+
+def train(rank: int, folder: Path) -> Looking:
+    torch.manual_seed(3)
+    looking = Looking(folder, is_alone=rank == 1)
+    trainer = make_trainer(
+        folder / f"host{rank}",
+        strategy=EmulatedStrategy(
+            timeout_seconds=60,
+            upload_dtype="bf16",
+            microbatching="blocks",
+            num_microbatches=2,
+        ),
+        precision="bf16-mixed",
+        num_nodes=2,
+        max_steps=4,
+        callbacks=[looking],
+    )
+    data: Any = torch.randn(16, WIDTH)
+    trainer.fit(Wide(), DataLoader(data, batch_size=2))
+    return looking
+
+
+def test_a_host_has_pages_of_what_it_owns(tmp_path: Path) -> None:
+    """Whoever reads gets all values, and the pages are given back in the next step."""
+    first, second = run_on_hosts(2, train, tmp_path)
+    for seen in (first, second):
+        if isinstance(seen, BaseException):
+            raise seen
+        # Half of every matrix, and the page in which the other half begins.
+        assert seen.shares
+        assert max(seen.shares) < 0.6
+    assert torch.equal(second.at_addresses[0], second.read[0])
+    saved = torch.load(tmp_path / "late.ckpt", weights_only=False)
+    weights = torch.load(tmp_path / "weights.ckpt", weights_only=False)["state_dict"]
+    expected = zip(first.read, second.read[1:], saved["state_dict"].values(), strict=True)
+    for mine, theirs, late in expected:
+        assert torch.equal(mine, theirs)
+        assert torch.equal(mine, late)
+    assert all(map(torch.equal, weights.values(), first.read))
+    state = saved["optimizer_states"][0]["state"]
+    assert all(state[number]["exp_avg"].shape == p.shape for number, p in enumerate(first.read))
+
+
+class Reading(Dataset[Tensor]):
+    """Looks at a parameter, in a loader's process."""
+
+    def __init__(self, module: Wide) -> None:
+        self._module = module
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(WIDTH) * float(self._module.head.weight.detach()[0, 0])
+
+
+def train_reading(rank: int, folder: Path) -> None:
+    module = Wide()
+    trainer = make_trainer(
+        folder / f"host{rank}",
+        strategy=EmulatedStrategy(timeout_seconds=60, upload_dtype="bf16"),
+        precision="bf16-mixed",
+        num_nodes=2,
+        max_steps=2,
+    )
+    loader = DataLoader(
+        Reading(module), batch_size=2, num_workers=1, multiprocessing_context="fork"
+    )
+    trainer.fit(module, loader)
+
+
+def test_a_loaders_process_is_refused(tmp_path: Path) -> None:
+    """Its memory is that of its host, with zeros for what others own."""
+    for seen in run_on_hosts(2, train_reading, tmp_path):
+        assert type(seen) is ConfigurationError
+        assert "looks at parameters in a process of a loader" in str(seen)
