@@ -27,12 +27,14 @@ from roundpipe_lightning.data import (
     ClassificationDataModule,
     JudgedDataModule,
     PreferenceDataModule,
+    VisionDataModule,
 )
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, HardwareError
 from roundpipe_lightning.modules import (
     KahnemanTverskyModule,
     PairModule,
     SequenceClassificationModule,
+    VisionLanguageModule,
 )
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 
@@ -233,6 +235,7 @@ def check_batches(module: LightningModule, data: LightningDataModule) -> None:
     for name, (learns, has) in {
         "preference": (PairModule, PreferenceDataModule),
         "kto": (KahnemanTverskyModule, JudgedDataModule),
+        "vision": (VisionLanguageModule, VisionDataModule),
         "classification": (SequenceClassificationModule, ClassificationDataModule),
     }.items():
         if isinstance(module, learns) != isinstance(data, has):

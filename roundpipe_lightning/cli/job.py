@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from hydra.utils import get_object
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
@@ -187,6 +188,15 @@ class Job:
         if isinstance(strategy, DictConfig) and strategy.get("upload_dtype") == "auto":
             formats = {} if self.computes_on_host else {"bf16-mixed": "bf16", "16-mixed": "fp16"}
             strategy.upload_dtype = formats.get(precision)
+        if isinstance(strategy, DictConfig):
+            is_whole = getattr(get_object(self.config.module["_target_"]), "whole_batches", False)
+            if strategy.get("microbatching", "") is None:
+                strategy.microbatching = "blocks" if is_whole else "step"
+            if is_whole and strategy.get("microbatching") == "step":
+                raise ConfigurationError(
+                    "trainer.strategy.microbatching=step splits batches, and what this module "
+                    "learns is of a whole one. Leave it out, or set blocks."
+                )
         has_own = model.get("frozen_weights") == "mmap" or model.get("frozen_bits", 16) < 16
         is_open = model.get("dtype", "") is None and not has_own
         if self.is_adapted and precision == "bf16-mixed" and is_open:

@@ -7,6 +7,7 @@ from roundpipe_lightning.data.preference import JudgedDataModule, PreferenceData
 from roundpipe_lightning.data.records import DatasetRecords, Record, RecordFiles
 from roundpipe_lightning.data.text import TextDataModule
 from roundpipe_lightning.data.token_data import FileDataModule, FileOptions
+from roundpipe_lightning.data.vision import VisionDataModule
 
 __all__ = [
     "ByteDataModule",
@@ -21,4 +22,5 @@ __all__ = [
     "RecordFiles",
     "TextDataModule",
     "TextFolder",
+    "VisionDataModule",
 ]

@@ -176,6 +176,25 @@ class ConversationEncoder:
     def _encode_by_difference(
         self, messages: Sequence[Message], options: Mapping[str, Any], *, place: str
     ) -> Sample:
+        text, spans = self.spans(messages, options, place=place)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return self.sample(encoded["input_ids"], encoded["offset_mapping"], spans)
+
+    @staticmethod
+    def sample(
+        ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
+    ) -> Sample:
+        """A sample whose targets are the tokens that begin, or go on, in some spans of its text."""
+        targets = [
+            any(start < stop and start < end and stop > begin for begin, end in spans)
+            for start, stop in offsets
+        ]
+        return Sample.of(ids, targets=targets)
+
+    def spans(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, place: str
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """A conversation as a text, and the spans in it that are learned."""
         text = self._render(messages, options, place=place)
         spans = []
         for index, message in enumerate(messages):
@@ -186,7 +205,7 @@ class ConversationEncoder:
                     messages[:index], options, place=place, add_generation_prompt=answers
                 )
                 through = self._render(messages[: index + 1], options, place=place)
-                content = str(message.get("content") or "").strip()
+                content = _text_of(message).strip()
                 span = _message_span(text, before=before, through=through, content=content)
                 if span is None:
                     raise DataError(
@@ -198,12 +217,7 @@ class ConversationEncoder:
                 if not answers:  # no answer begins with who speaks
                     span = (max(span[0], text.find(content, span[0])), span[1])
                 spans.append(span)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        targets = [
-            any(start < stop and start < end and stop > begin for begin, end in spans)
-            for start, stop in encoded["offset_mapping"]
-        ]
-        return Sample.of(encoded["input_ids"], targets=targets)
+        return text, spans
 
     def _render(
         self, messages: Sequence[Message], options: Mapping[str, Any], *, place: str, **how: Any
@@ -217,6 +231,12 @@ class ConversationEncoder:
             raise DataError(
                 f"{place}: the tokenizer's chat template refuses this conversation: {error}"
             ) from error
+
+
+def _text_of(message: Message) -> str:
+    content = message.get("content") or ""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return "".join(str(part.get("text", "")) for part in parts)
 
 
 def _message_span(text: str, *, before: str, through: str, content: str) -> tuple[int, int] | None:

@@ -81,12 +81,14 @@ class Forms:
     Attributes:
         kinds: Kinds of forms that are wanted.
         names: The records' own name of a field by the name that it has in a form.
+        images: Whether messages may have images; they have parts then, as transformers takes them.
 
     Raises:
         ConfigurationError: A name is of no form.
     """
 
     kinds: Sequence[str]
+    images: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     found: dict[str, tuple[Form, str]] = field(default_factory=dict)
     """Form and place of the first record of each file."""
@@ -124,7 +126,20 @@ class Forms:
                 f"{first.name} ({place}). Give records of different forms files of their own: "
                 "data.files takes several."
             )
-        return form.read(record)
+        content = form.read(record)
+        seen = (
+            number
+            for number, message in enumerate(content.messages, start=1)
+            if isinstance(message.get("content"), list)
+        )
+        number = None if self.images else next(seen, None)
+        if number is not None:
+            raise DataError(
+                f"{record.place}: message {number} has an image, and what is trained reads text "
+                "alone. Remove it, or train a model that sees: recipe=gemma3_4b/qlora, or "
+                "module=vision data=vision with model=... of your own."
+            )
+        return content
 
     def _recognise(self, record: Record) -> Form:
         there = {name for name, value in record.fields.items() if value is not None}
@@ -146,7 +161,7 @@ class Forms:
 
 
 def check_messages(value: Any, *, place: str) -> Sequence[Message]:
-    """The messages of a conversation, contents of several text parts joined.
+    """The messages of a conversation, contents of several parts joined if all of them are text.
 
     Raises:
         DataError: It is no list of messages, is empty, or a message has no role that is known or
@@ -185,27 +200,86 @@ def _message(given: Any, number: int, place: str) -> Message:
                 f"{place}: message {number} has {name}={message[name]!r}. Use true or false, or 1 "
                 "or 0."
             )
-    content = message.get("content")
+    content: Any = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        message["content"] = content = "".join(_part(part, number, place) for part in content)
-    if not message.get("tool_calls") and not (isinstance(content, str) and content.strip()):
+        parts = [_part(part, number, place) for part in content]
+        sees = any(part["type"] == "image" for part in parts)
+        message["content"] = content = parts if sees else "".join(p["text"] for p in parts)
+    is_text = isinstance(content, str)
+    if not message.get("tool_calls") and not (content.strip() if is_text else content):
         raise DataError(
             f"{place}: message {number} ({role}) has no content. Give it one or remove it."
         )
     return message
 
 
-def _part(part: Any, number: int, place: str) -> str:
-    """The text of one of OpenAI's content parts."""
+def _part(part: Any, number: int, place: str) -> dict[str, Any]:
+    """One of OpenAI's content parts as transformers has it; an image may be beside the messages."""
     if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+        return {"type": "text", "text": part}
+    given = {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
+    kind = given.get("type")
+    if kind in ("text", "input_text", "output_text") and isinstance(given.get("text"), str):
+        return {"type": "text", "text": given["text"]}
+    if kind in ("image_url", "image", "input_image"):
+        names = ("image_url", "image", "url", "path", "base64")
+        image: Any = next((given[name] for name in names if name in given), None)
+        return {"type": "image", "image": image["url"] if _is_address(image) else image}
+    raise DataError(
+        f"{place}: message {number} has a part of type {kind!r}. Texts and images are known: "
+        '{"type": "text", "text": "..."}, {"type": "image_url", "image_url": {"url": "a.png"}}.'
+    )
+
+
+def _is_address(image: Any) -> bool:
+    return isinstance(image, Mapping) and isinstance(image.get("url"), str)
+
+
+_IMAGE = "<image>"
+"""Place of an image in a text, as ShareGPT's files with images have it."""
+
+
+def _with_images(record: Record, messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages with the images that stand beside them, each at its place.
+
+    Without places they are at the beginning of the first message of the user.
+    """
+    beside = record.fields.get("images", record.fields.get("image"))
+    beside = [beside] if isinstance(beside, (str, Mapping)) else beside
+    images = list(beside or ())
+    if not images:
+        return messages
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str) and _IMAGE in content:
+            first, *others = content.split(_IMAGE)
+            parts: Any = [{"type": "text", "text": first}]
+            for text in others:
+                parts += [{"type": "image", "image": None}, {"type": "text", "text": text}]
+            content = [part for part in parts if part.get("text", _IMAGE)]
+        found.append({**message, "content": content})
+    places = [
+        part
+        for message in found
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if part["type"] == "image" and part["image"] is None
+    ]
+    if not places:
+        asked = next((m for m in found if m["role"] == "user"), found[0])
+        text = asked["content"]
+        said = [{"type": "text", "text": text}] if isinstance(text, str) else text
+        places = [{"type": "image", "image": None} for _ in images]
+        asked["content"] = [*places, *said]
+    if len(places) != len(images):
         raise DataError(
-            f"{place}: message {number} has a part of type {kind!r}, and this model reads text "
-            "alone. Remove the part; examples/vision.py trains a model on images."
+            f"{record.place}: the messages have {len(places)} places of images, and 'images' has "
+            f"{len(images)}. Give each place one."
         )
-    return str(part["text"])
+    for part, image in zip(places, images, strict=True):
+        part["image"] = image
+    return found
 
 
 def _from_json(value: Any) -> Any:
@@ -345,6 +419,7 @@ def _conversation(record: Record, messages: Sequence[Message]) -> Content:
     system = record.fields.get("system") or record.fields.get("system_prompt")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
+    messages = _with_images(record, messages)
     return Content(messages=messages, tools=_from_json(record.fields.get("tools")) or None)
 
 

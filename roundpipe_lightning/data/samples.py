@@ -193,5 +193,5 @@ class Padding:
         missing = length - values.shape[-1]
         if name == "position_ids":
             return torch.cat([values, torch.arange(missing)])
-        fill = {"input_ids": self.pad_token, "labels": IGNORED, "attention_mask": 0}[name]
+        fill = {"input_ids": self.pad_token, "labels": IGNORED}.get(name, 0)
         return torch.nn.functional.pad(values, (0, missing), value=fill)

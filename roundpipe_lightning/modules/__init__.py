@@ -2,7 +2,11 @@
 
 from roundpipe_lightning.modules.adapters import Adapters
 from roundpipe_lightning.modules.base import TransformersModule
-from roundpipe_lightning.modules.causal_lm import CausalLanguageModule, TokenBatch
+from roundpipe_lightning.modules.causal_lm import (
+    CausalLanguageModule,
+    TokenBatch,
+    VisionLanguageModule,
+)
 from roundpipe_lightning.modules.classification import ClassBatch, SequenceClassificationModule
 from roundpipe_lightning.modules.preference import (
     DirectPreferenceModule,
@@ -14,7 +18,11 @@ from roundpipe_lightning.modules.preference import (
     RewardModule,
 )
 from roundpipe_lightning.modules.source import ModelSource
-from roundpipe_lightning.modules.tokenizer import TokenizerSource, byte_level_tokenizer
+from roundpipe_lightning.modules.tokenizer import (
+    ProcessorSource,
+    TokenizerSource,
+    byte_level_tokenizer,
+)
 
 __all__ = [
     "Adapters",
@@ -27,10 +35,12 @@ __all__ = [
     "OddsRatioModule",
     "PairModule",
     "PreferenceBatch",
+    "ProcessorSource",
     "RewardModule",
     "SequenceClassificationModule",
     "TokenBatch",
     "TokenizerSource",
     "TransformersModule",
+    "VisionLanguageModule",
     "byte_level_tokenizer",
 ]

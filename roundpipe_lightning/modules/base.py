@@ -45,6 +45,9 @@ class TransformersModule(LightningModule):
     task: ClassVar[str] = "CAUSAL_LM"
     """Task of the model, as peft spells it."""
 
+    whole_batches: ClassVar[bool] = False
+    """Whether the loss is of a whole batch, or its tensors have no rows in common to split by."""
+
     def __init__(
         self,
         source: ModelSource,

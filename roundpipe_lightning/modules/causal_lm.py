@@ -1,6 +1,7 @@
 """Next-token training of any transformers causal language model: bytes, text or chat."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypedDict, cast
 
 import torch
@@ -9,6 +10,7 @@ from typing_extensions import NotRequired, override
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules.base import TransformersModule
+from roundpipe_lightning.modules.source import Head, ModelSource
 
 _PROBE_TOKENS = 4  # tokens of each of the two documents that a model is tried with
 
@@ -95,6 +97,16 @@ class CausalLanguageModule(TransformersModule):
         num_targets = int((batch["labels"][:, 1:] != -100).sum())
         if num_targets:
             self.log(name, loss, batch_size=num_targets, on_step=False, on_epoch=True, **options)
+
+
+class VisionLanguageModule(CausalLanguageModule):
+    """Next-token training of a model that reads text and images: `AutoModelForImageTextToText`."""
+
+    whole_batches = True  # a row has any number of images
+
+    @override
+    def build_model(self, source: ModelSource) -> Any:
+        return super().build_model(replace(source, head=Head.IMAGE_TEXT_TO_TEXT))
 
 
 # --- several documents in one row -----------------------------------------------------------------

@@ -20,6 +20,10 @@ from roundpipe_lightning.planning.model.work import WorkProfile
 from roundpipe_lightning.strategy.planning.dry_run import SilentMetric
 
 
+def _num_bytes(stack: BlockStack) -> int:
+    return sum(p.nbytes for block in stack.blocks for p in block.parameters())
+
+
 @dataclass(kw_only=True, eq=False)
 class MetaModel:
     """A module on the meta device, and what it does, measured when it is first asked for.
@@ -44,7 +48,7 @@ class MetaModel:
         metrics = [part for part in self.module.modules() if isinstance(part, Metric)]
         return work_profile(
             self.module,
-            self.stacks[0] if self.stacks else None,
+            max(self.stacks, key=_num_bytes, default=None),  # of several, such as an image tower
             call=self._call,
             compute_dtype=self.compute_dtype,
             settings={"log": lambda *_, **__: None, "_device": torch.device("meta")},

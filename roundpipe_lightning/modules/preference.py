@@ -292,7 +292,8 @@ class KahnemanTverskyModule(DirectPreferenceModule):
         ConfigurationError: A figure is out of its range.
     """
 
-    averages_samples = False  # z_0 is of the whole batch
+    averages_samples = False
+    whole_batches = True  # z_0 is
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -39,10 +40,15 @@ class Head(str, enum.Enum):
     SEQUENCE_CLASSIFICATION = "sequence_classification"
     """A class for the whole sequence: `AutoModelForSequenceClassification`."""
 
+    IMAGE_TEXT_TO_TEXT = "image_text_to_text"
+    """The next token, after images and text: `AutoModelForImageTextToText`."""
+
     @property
     def auto_class(self) -> Any:
         if self is Head.SEQUENCE_CLASSIFICATION:
             return AutoModelForSequenceClassification
+        if self is Head.IMAGE_TEXT_TO_TEXT:
+            return AutoModelForImageTextToText
         return AutoModelForCausalLM
 
 
@@ -251,7 +257,7 @@ class ModelSource:
             dtype=self._dtype,
             attention=self.attention,
             unmatched=tuple(self.unmatched_tensors),
-            new_head=self.head is not Head.CAUSAL_LM,
+            new_head=self.head is Head.SEQUENCE_CLASSIFICATION,
             mapped=self._is_mapped,
             frozen_bits=self.frozen_bits,
             trust_remote_code=self.trust_remote_code,

@@ -10,7 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
+from typing_extensions import override
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 
@@ -51,9 +52,11 @@ class TokenizerSource:
             ModelSourceError: It cannot be found, or is none.
             ConfigurationError: The template's file is missing or the pad token is unknown.
         """
-        tokenizer = (
-            byte_level_tokenizer() if self.name is None else _pretrained(self.name, self.revision)
-        )
+        if self.name is None:
+            return self._completed(byte_level_tokenizer())
+        return self._completed(_pretrained(AutoTokenizer, self.name, self.revision))
+
+    def _completed(self, tokenizer: Any) -> Any:
         if self.chat_template is not None:
             path = Path(self.chat_template).expanduser()
             if not path.is_file():
@@ -72,6 +75,44 @@ class TokenizerSource:
                 )
             tokenizer.pad_token = self.pad_token
         return tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorSource(TokenizerSource):
+    """Source of a processor of transformers: a tokenizer and what prepares images for the model."""
+
+    def load_processor(self) -> Any:
+        """The processor, its tokenizer with the template and the pad token.
+
+        Raises:
+            ModelSourceError: It cannot be found, or the model has none for images.
+            ConfigurationError: As for `load`, or a library is missing.
+        """
+        if self.name is None:
+            raise ConfigurationError(
+                "data=vision needs the processor of a model: set data.tokenizer.name, or model=... "
+                "of the hub or of a folder."
+            )
+        try:
+            processor = _pretrained(AutoProcessor, self.name, self.revision)
+        except ImportError as error:  # of its videos, say
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            raise ConfigurationError(
+                f"The processor of {self.name!r} needs a library that is not installed: {lines[0]}"
+            ) from error
+        if not hasattr(processor, "image_processor"):
+            raise ModelSourceError(
+                f"{self.name!r} has no processor for images: choose a vision-language model, such "
+                "as google/gemma-3-4b-it."
+            )
+        self._completed(processor.tokenizer)
+        if self.chat_template is not None:
+            processor.chat_template = processor.tokenizer.chat_template
+        return processor
+
+    @override
+    def load(self) -> Any:
+        return self.load_processor().tokenizer
 
 
 def byte_level_tokenizer(
@@ -110,10 +151,10 @@ def byte_level_tokenizer(
     )
 
 
-def _pretrained(name: str, revision: str | None) -> Any:
+def _pretrained(kind: Any, name: str, revision: str | None) -> Any:
     at = {} if revision is None else {"revision": revision}
     try:
-        return AutoTokenizer.from_pretrained(name, **at)
+        return kind.from_pretrained(name, **at)
     except (OSError, ValueError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         place = "the local folder" if Path(name).is_dir() else "the Hugging Face hub"

@@ -54,17 +54,18 @@ def test_a_model_and_records_become_a_folder_as_on_the_command_line(tmp_path: Pa
     assert summary(tmp_path / "again")["loss_last"] == result.figures["loss_last"]
 
 
+_MODE = "trainer.strategy.microbatching"
 PAIRS = [{"prompt": f"{n}?", "chosen": "Yes.", "rejected": "No."} for n in range(20)]
 
 
 @pytest.mark.parametrize(
     ("method", "objective", "records"),
     [
-        ("qlora", "sft", RECORDS),
-        ("lora", "dpo", PAIRS),
-        ("full", "orpo", PAIRS),
-        ("qlora", "kto", [{"prompt": p["prompt"], "completion": "No", "label": 0} for p in PAIRS]),
-        ("lora", "reward", PAIRS),
+        ("lora", "kto", [{"prompt": p["prompt"], "completion": "No", "label": 0} for p in PAIRS]),
+        pytest.param("qlora", "sft", RECORDS, marks=pytest.mark.soak),
+        pytest.param("lora", "dpo", PAIRS, marks=pytest.mark.soak),
+        pytest.param("full", "orpo", PAIRS, marks=pytest.mark.soak),
+        pytest.param("lora", "reward", PAIRS, marks=pytest.mark.soak),
     ],
 )
 def test_an_objective_is_trained_with_a_method(
@@ -75,6 +76,8 @@ def test_an_objective_is_trained_with_a_method(
     assert result.figures["num_steps"] == 3
     files = {path.name for path in result.model_folder.iterdir()}
     assert ("model.safetensors" if method == "full" else "adapter_model.safetensors") in files
+    mode = OmegaConf.select(OmegaConf.load(tmp_path / "run/config.yaml"), _MODE)
+    assert mode == ("blocks" if objective == "kto" else "step")
     columns = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"sft": "val_loss", "kto": "val_kl"}.get(objective, "val_margin") in columns
 
@@ -85,6 +88,7 @@ def test_an_objective_is_trained_with_a_method(
         ({"objective": "sfx"}, r"objective='sfx' is not one of sft, text, dpo"),
         ({"method": "lorra"}, r"peft=lorra does not exist\. Did you mean peft=lora\?"),
         ({"overrides": ["data.seqlen=3"]}, r"no setting data\.seqlen\. Did you mean data\.seq_len"),
+        ({"objective": "kto", "overrides": [*QUICK, f"{_MODE}=step"]}, r"splits batches, and what"),
         ({"data": [1, 2]}, r"data: give a file, several files, or records such as"),
         ({"data": "no/such.jsonl"}, r"nothing is found at 'no/such\.jsonl'"),
         (

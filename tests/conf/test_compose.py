@@ -19,6 +19,7 @@ NEEDED = {
     "data/classification": ["data.files=[texts.csv]", "data.classes=[no,yes]"],
     "data/kto": ["data.files=[judged.jsonl]"],
     "data/preference": ["data.files=[pairs.jsonl]"],
+    "data/vision": ["data.files=[seen.jsonl]"],
     "data/text": ["data.files=[texts]"],
     "hardware/mixed": ["hardware.devices={rtx4090: 1, rtx3090: 2}"],
     "model/hub": ["model.hub_name=Qwen/Qwen3-8B"],

@@ -13,6 +13,7 @@ CONF = Path(__file__).parents[2] / "conf" / "model"
 PUBLISHED = {
     "gemma3_1b": ("google/gemma-3-1b-it", 999_885_952),
     "gemma3_270m": ("google/gemma-3-270m-it", 268_098_176),
+    "gemma3_4b": ("google/gemma-3-4b-it", 4_300_079_472),
     "gpt_oss_120b": ("openai/gpt-oss-120b", 116_829_156_672),
     "gpt_oss_20b": ("openai/gpt-oss-20b", 20_914_757_184),
     "llama3_1_70b": ("meta-llama/Llama-3.1-70B-Instruct", 70_553_706_496),

@@ -88,11 +88,7 @@ def test_a_recipe_is_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "recipe",
-    # All 66 take an hour of processor time.
-    ["gemma3_1b/qlora", "gemma3_270m/lora", "gpt_oss_20b/full", "llama3_1_8b/dpo"],
-)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_are_planned_on_three_machines(recipe: str, tmp_path: Path) -> None:
     planned(tmp_path, recipe, *MACHINES)
 
