@@ -496,6 +496,38 @@ def test_a_signal_to_one_host_stops_all_after_the_same_step(
     assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == step
 
 
+def meet(rank: int, folder: Path, how: str) -> None:
+    """Train on three hosts, of which not all get as far as to meet."""
+    if rank in {"waits": (1, 2), "comes": (1,)}.get(how, ()):
+        return  # it does not come
+    gets_to = {"connects": (torch.distributed, "init_process_group")}
+    where, name = gets_to.get(how, (time, "sleep"))
+    kill = mock.Mock(side_effect=lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    patience = 1.0 if how == "comes" else 5.0
+    with (
+        mock.patch("roundpipe_lightning.engine.exchange.watch.PATIENCE_SECONDS", patience),
+        mock.patch.object(where, name, kill) if rank == 2 else contextlib.nullcontext(),
+    ):
+        seconds = 1.0 if how == "waits" else 60.0
+        strategy = RoundPipeStrategy(timeout_seconds=seconds)
+        trainer = make_trainer(folder, strategy=strategy, num_nodes=3)
+        trainer.fit(Regressor(num_blocks=2), regression_data(12, batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("waits", "Host 0 has waited . s for hosts that have not come: 1, 2 of 3"),
+        ("comes", "lost host 2 .before all had met.: it came, and is not heard since 1 s"),
+        ("connects", "lost host 2 .before all had met.: it has ended"),
+    ],
+)
+def test_who_is_lost_before_all_have_met_is_named(tmp_path: Path, how: str, message: str) -> None:
+    first = run_on_hosts(3, meet, tmp_path, how)[0]
+    assert type(first) is HostError
+    assert re.search(message, str(first))
+
+
 # Launches ----------------------------------------------------------------------------------------
 
 

@@ -74,7 +74,8 @@ class Beats:
         self._patience = patience
         self._parent, self._listener, self._secret = os.getppid(), listener, secret
         self._peers: list[Peer] = []
-        self._looked = 0.0
+        self._looked, self._begun = 0.0, time.monotonic()
+        self._awaited = {*range(rank + 1, len(addresses))}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(sys.stdin, selectors.EVENT_READ)
@@ -126,11 +127,15 @@ class Beats:
                     self._remove(peer, "is a stranger")
                     return
                 peer.rank = message["rank"]
+                self._awaited.discard(peer.rank)
             peer.is_stopped = "stopped" in message
             peer.heard = peer.heard if peer.is_stopped else time.monotonic()
 
     def _beat(self, now: float) -> None:
         beat = {"stopped": True} if is_stopped(self._parent) else {}
+        if now - self._begun > self._patience:
+            while self._awaited:
+                tell({"host": self._awaited.pop(), "why": "was lost before it could be heard"})
         slept = now - self._looked > self._patience / 2  # this machine: nobody could be heard
         for peer in [*self._peers]:
             peer.send(beat)
@@ -154,9 +159,9 @@ def main() -> None:
     family = socket.AF_INET6 if both else socket.AF_INET
     listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
     tell(listener.getsockname()[1])
-    line = sys.stdin.readline()
-    if line:
-        Beats(listener, **json.loads(line)).run()
+    hosts = json.loads(sys.stdin.readline() or "{}")
+    if "rank" in hosts:  # else the parent has ended before all had met
+        Beats(listener, **hosts).run()
 
 
 def tell(message: Any) -> None:

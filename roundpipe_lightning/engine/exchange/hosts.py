@@ -50,7 +50,7 @@ class Hosts:
 
     Args:
         timeout_seconds: After so long without an answer the others are given up.
-        main: Address and port of host 0.
+        watch: Knows whether the others live.
 
     Attributes:
         rank: The number of this host.
@@ -58,32 +58,24 @@ class Hosts:
         control: For small objects, from the Trainer's thread. One host's wish is heard there.
         place: Where in the training this host is, for messages.
         block: Whose gradients or values were exchanged last, for messages.
-        watch: Whether the others live.
+        watch: As given.
         is_asked_to_stop: Whether a signal asked this host to stop.
         stops: Whether one of them was asked: all do after this batch.
         travels: Returns the exception with which this host is about to end.
     """
 
-    def __init__(self, *, timeout_seconds: float, main: tuple[str, int]) -> None:
+    def __init__(self, *, timeout_seconds: float, watch: Watch) -> None:
         self.rank, self.num = dist.get_rank(), dist.get_world_size()
         self.place, self.block = "before the first step", ""
         self.is_closed = self.is_asked_to_stop = self.stops = False
         self.travels: Callable[[], BaseException | None] = lambda: None
         self.timeout_seconds = timeout_seconds
-        self._watch: Watch | None = None
+        self.watch, watch.interrupt = watch, self._raise_lost
         self.control = Control(self, "step")
         self.gradients = Line(self, "gradients")
         self.weights = Line(self, "weights")
-        self._watch = Watch(
-            self.rank, main=main, all_gather=self.control.objects, interrupt=self._raise_lost
-        )
         if isinstance(dist.group.WORLD, WatchedGroup):
             dist.group.WORLD.hosts = self
-
-    @property
-    def watch(self) -> Watch:
-        assert self._watch is not None
-        return self._watch
 
     def check_same(self, what: Mapping[str, Any]) -> None:
         """Refuse hosts that are not set up alike.
@@ -146,14 +138,13 @@ class Hosts:
                 work.wait(patience)
             except RuntimeError as error:
                 if is_over:
-                    if self._watch is not None:
-                        self._watch.look(_NAMED_SECONDS)
+                    self.watch.look(_NAMED_SECONDS)
                     raise self._lost(what, str(error)) from error
             else:
                 return
             if self.is_closed:
                 raise HostError(f"The exchange of {what} was given up on host {self.rank}.")
-            if self._watch is not None and self._watch.lost is not None:
+            if self.watch.lost is not None:
                 raise self._lost(what)
             if time.monotonic() - begun > self.timeout_seconds:
                 raise HostError(
@@ -164,21 +155,25 @@ class Hosts:
             patience = _POLL
 
     def _lost(self, what: str | None, otherwise: str = "") -> HostError:
-        found = None if self._watch is None else self._watch.look(0)
-        host, why = found or (None, f"a connection ended: {otherwise}")
+        host, why = self.watch.look(0) or (None, f"a connection ended: {otherwise}")
         where = self.place if what is None else f"while it exchanged {what}, {self.place}"
         if self.block and self.block not in (what or ""):
             where += f", last block {self.block}"
         if host == self.rank:
             return HostError(f"The other hosts gave up host {host} ({where}), because it {why}.")
-        name = "another host" if host is None else f"host {host}"
-        return HostError(
-            f"Host {self.rank} lost {name} ({where}): it {why}. Its own output may say more. Start "
-            "again from the last checkpoint; see docs/nodes.md."
-        )
+        return lost_error(self.rank, host, where=where, why=f"it {why}")
 
     def _raise_lost(self) -> None:
         raise self._lost(None)
+
+
+def lost_error(rank: int, lost: int | None, *, where: str, why: str) -> HostError:
+    """Return what a host raises that has lost another one; None: it is not known which."""
+    name = "another host" if lost is None else f"host {lost}"
+    return HostError(
+        f"Host {rank} lost {name} ({where}): {why}. Its own output may say more. Start again from "
+        "the last checkpoint; see docs/nodes.md."
+    )
 
 
 class WatchedGroup(dist.ProcessGroup):

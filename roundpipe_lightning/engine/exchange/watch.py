@@ -28,21 +28,16 @@ class Watch:
     Args:
         rank: The number of this host.
         main: Address and port that others have of host 0.
-        all_gather: Gives every host's object, by rank.
-        interrupt: Called in the main thread, wherever it is, some time after a host is lost.
 
     Attributes:
+        address: What the others' watches need: where this one listens, and a secret.
         trains: Whether to interrupt.
+        interrupt: Called in the main thread, wherever it is, some time after a host is lost.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        *,
-        main: tuple[str, int],
-        all_gather: Callable[[Any], Sequence[Any]],
-        interrupt: Callable[[], None],
-    ) -> None:
+    interrupt: Callable[[], None]
+
+    def __init__(self, rank: int, *, main: tuple[str, int]) -> None:
         self._rank, self.trains = rank, False
         self._lost: dict[bool, tuple[int, str]] = {}  # by whether it was to be expected
         self._changed = threading.Event()
@@ -57,16 +52,18 @@ class Watch:
         assert self._process.stdout is not None
         self._told, self._tells = self._process.stdout, self._process.stdin
         port = int(self._told.readline())
-        address = main[0] if rank == 0 else _own_address(main)
-        said = all_gather((address, port, secrets.token_hex(16)))
-        hosts = {"addresses": [each[:2] for each in said], "patience": PATIENCE_SECONDS}
-        self._tell({"rank": rank, "secret": said[0][2], **hosts})
-        self._interrupts = interrupt
+        host = main[0] if rank == 0 else _own_address(main)
+        self.address = (host, port, secrets.token_hex(16))
         self._previous: Any = None
         if _SIGNAL is not None and threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(_SIGNAL, self._heed)
         threading.Thread(target=self._listen, name="roundpipe-hosts", daemon=True).start()
         atexit.register(self.close)
+
+    def begin(self, addresses: Sequence[tuple[str, int, str]]) -> None:
+        """Connect with the others, of which each does this now."""
+        hosts = {"addresses": [each[:2] for each in addresses], "patience": PATIENCE_SECONDS}
+        self._tell({"rank": self._rank, "secret": addresses[0][2], **hosts})
 
     @property
     def lost(self) -> tuple[int, str] | None:
@@ -108,7 +105,7 @@ class Watch:
 
     def _heed(self, *_: Any) -> None:
         if self.trains:
-            self._interrupts()
+            self.interrupt()
 
     def _insist(self) -> None:
         """Interrupt until somebody heeds it: who waits in an exchange raises by itself before."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from threading import Thread
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
@@ -11,11 +16,15 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
 
-from roundpipe_lightning.engine.exchange.hosts import Hosts, WatchedGroup
+from roundpipe_lightning.engine.exchange import watch
+from roundpipe_lightning.engine.exchange.hosts import Hosts, WatchedGroup, lost_error
 from roundpipe_lightning.errors import ConfigurationError, HostError
 
 _BACKEND = "roundpipe"
+_AT_THE_START = "before all had met"
+_POLL_SECONDS = 0.1
 _NEEDED = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 
 
@@ -90,26 +99,147 @@ def connect(
 
     Raises:
         ConfigurationError: They were started for another number of hosts.
+        HostError: One of them has not come in time, or was lost since.
     """
-    timeout = timedelta(seconds=timeout_seconds)
-    main = (environment.main_address, environment.main_port)
-    if not dist.is_initialized():
-        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        is_server = rank == 0 and not by_agent
-        server = TCPStore(*main, is_master=is_server, wait_for_workers=False, timeout=timeout)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"roundpipe/{attempt}", server)
-        _check_num_nodes(store, rank=rank, num_nodes=num_nodes)
-        if _BACKEND not in dist.Backend.backend_list:
-            dist.Backend.register_backend(_BACKEND, _watched_gloo, devices=["cpu"])
-        dist.init_process_group(
-            _BACKEND, store=store, rank=rank, world_size=num_nodes, timeout=timeout
-        )
     world = dist.group.WORLD
     known = world.hosts if isinstance(world, WatchedGroup) else None
-    hosts = known or Hosts(timeout_seconds=timeout_seconds, main=main)
-    hosts.timeout_seconds = timeout_seconds
-    return hosts
+    if known is None:
+        main = (environment.main_address, environment.main_port)
+        mine = watch.Watch(rank, main=main)
+        meeting = Meeting(mine, rank, num_nodes, main=main, timeout_seconds=timeout_seconds)
+        try:
+            known = meeting.hold()
+        except BaseException as error:
+            mine.close(f"raised {type(error).__name__}: {error}")
+            raise
+    known.timeout_seconds = timeout_seconds
+    return known
+
+
+class Meeting:
+    """Hosts that come one after the other. What waits for them cannot be interrupted: a thread.
+
+    Args:
+        mine: Watches over the others when all are there.
+        rank: The number of this host.
+        num_nodes: How many there are.
+        main: Address and port of host 0.
+        timeout_seconds: After so long those who have not come are given up.
+    """
+
+    def __init__(
+        self,
+        mine: watch.Watch,
+        rank: int,
+        num_nodes: int,
+        *,
+        main: tuple[str, int],
+        timeout_seconds: float,
+    ) -> None:
+        self._watch = mine
+        self._rank, self._num, self._main = rank, num_nodes, main
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._answered: float | None = None  # when the store did last, while others are waited for
+
+    def hold(self) -> Hosts:
+        """Return when all have met.
+
+        Raises:
+            ConfigurationError: They were started for another number of hosts.
+            HostError: One of them has not come in time, or was lost since.
+        """
+        met = Future[Hosts]()
+        Thread(target=self._run, args=(met,), name="roundpipe-meeting", daemon=True).start()
+        while not wait([met], _POLL_SECONDS).done:
+            lost, answered = self._watch.look(0), self._answered
+            if answered is not None and time.monotonic() - answered > watch.PATIENCE_SECONDS:
+                lost = (0, "or the link to it is down")
+            if lost is not None:
+                raise lost_error(self._rank, lost[0], where=_AT_THE_START, why=f"it {lost[1]}")
+        return met.result()
+
+    def _run(self, met: Future[Hosts]) -> None:
+        try:
+            store = _get_default_store() if dist.is_initialized() else self._store()
+            addresses = self._wait_for_all(store, self._watch.address)
+            self._watch.begin(addresses)
+            if not dist.is_initialized():
+                if _BACKEND not in dist.Backend.backend_list:
+                    dist.Backend.register_backend(_BACKEND, _watched_gloo, devices=["cpu"])
+                dist.init_process_group(
+                    _BACKEND,
+                    store=store,
+                    rank=self._rank,
+                    world_size=self._num,
+                    timeout=self._timeout,
+                )
+            seconds = self._timeout.total_seconds()
+            met.set_result(Hosts(timeout_seconds=seconds, watch=self._watch))
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            met.set_exception(error)
+
+    def _store(self) -> Store:
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        try:
+            server = TCPStore(
+                *self._main,
+                is_master=self._rank == 0 and not by_agent,
+                wait_for_workers=False,
+                timeout=self._timeout,
+            )
+        except dist.DistNetworkError as error:
+            address, port = self._main
+            raise HostError(
+                f"Host {self._rank} cannot have port {port} of {address}: host 0 has not been "
+                "started, its address or its port is another one, or something between the hosts "
+                f"does not let it through. ({error})"
+            ) from error
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"roundpipe/{attempt}", server)
+
+    def _wait_for_all(self, store: Store, address: Any) -> list[Any]:
+        """Return what every host has told of itself, by rank."""
+        begun = time.monotonic()
+        said: dict[int, Any] = {}
+        lives: dict[int, tuple[bytes, float]] = {}  # what a host wrote last, and when it was new
+        try:
+            store.set(f"host/{self._rank}", json.dumps({"num": self._num, "address": address}))
+            while True:
+                now = self._answered = time.monotonic()
+                store.set(f"lives/{self._rank}", str(now))
+                for host in range(self._num):
+                    if host not in said and store.check([f"host/{host}"]):
+                        said[host] = json.loads(store.get(f"host/{host}"))
+                        self._check_num(host, said[host]["num"])
+                if len(said) == self._num:
+                    self._answered = None
+                    return [said[host]["address"] for host in range(self._num)]
+                for host in said:
+                    value = store.get(f"lives/{host}")
+                    if value != lives.get(host, (b"", now))[0]:
+                        lives[host] = (value, now)
+                    if now - lives[host][1] > watch.PATIENCE_SECONDS:
+                        why = f"it came, and is not heard since {watch.PATIENCE_SECONDS:g} s"
+                        raise lost_error(self._rank, host, where=_AT_THE_START, why=why)
+                if now - begun > self._timeout.total_seconds():
+                    missing = ", ".join(str(n) for n in range(self._num) if n not in said)
+                    raise HostError(
+                        f"Host {self._rank} has waited {now - begun:.0f} s for hosts that have not "
+                        f"come: {missing} of {self._num}. Start them, or look at their output."
+                    )
+                time.sleep(_POLL_SECONDS)
+        except HostError:
+            raise
+        except RuntimeError as error:
+            why = f"it has ended ({error})"
+            raise lost_error(self._rank, 0, where=_AT_THE_START, why=why) from error
+
+    def _check_num(self, host: int, theirs: int) -> None:
+        if theirs != self._num:
+            raise ConfigurationError(
+                f"num_nodes={self._num} on host {self._rank}, but {theirs} on host {host}. Set the "
+                "same number on every host."
+            )
 
 
 def _watched_gloo(store: Store, rank: int, num: int, timeout: timedelta) -> WatchedGroup:
@@ -120,19 +250,3 @@ def disconnect() -> None:
     """Close all connections, after an error."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _check_num_nodes(store: Store, *, rank: int, num_nodes: int) -> None:
-    store.set(f"num_nodes/{rank}", str(num_nodes))
-    for host in range(num_nodes) if rank == 0 else [0]:
-        try:
-            theirs = int(store.get(f"num_nodes/{host}"))
-        except RuntimeError as error:
-            raise HostError(
-                f"Host {rank} lost host 0 at the start: its own output says why. ({error})"
-            ) from error
-        if theirs != num_nodes:
-            raise ConfigurationError(
-                f"num_nodes={num_nodes} on host {rank}, but {theirs} on host {host}. Set the same "
-                "number on every host."
-            )
