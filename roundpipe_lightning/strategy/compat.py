@@ -9,8 +9,6 @@ Lightning that renames something fails in that test and is mended here. Checked 
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +27,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
-from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
@@ -91,21 +88,11 @@ def stop_after_batch(trainer: Trainer) -> None:
 
 
 def defer_sigterm(trainer: Trainer, ask: Callable[[], None]) -> None:
-    """Have a SIGTERM call `ask`, where Lightning's handler would wait for the other hosts."""
-    handler, lightnings = signal.getsignal(signal.SIGTERM), trainer._signal_connector
-    if not isinstance(handler, _HandlersCompose):
-        return
+    """Have a SIGTERM call `ask`, where Lightning's handler would wait for the other hosts.
 
-    others: Sequence[Any] = handler.signal_handlers
-
-    def handle(number: Any, frame: Any) -> None:
-        ask()
-        for each in others:
-            if getattr(each, "__self__", None) is not lightnings:
-                each(number, frame)
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handle)
+    Called before Lightning registers its handler.
+    """
+    vars(trainer._signal_connector)["_sigterm_notifier_fn"] = lambda *_: ask()
 
 
 # Loaders -----------------------------------------------------------------------------------------

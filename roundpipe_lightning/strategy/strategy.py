@@ -449,6 +449,8 @@ class RoundPipeStrategy(OneProcessStrategy):
         if trainer.state.fn == TrainerFn.PREDICTING:
             raise ConfigurationError("predict() does not work on several hosts: set num_nodes=1.")
         if trainer.state.fn == TrainerFn.FITTING:
+            self._hosts.is_asked_to_stop = self._hosts.stops = False
+            compat.defer_sigterm(trainer, partial(setattr, self._hosts, "is_asked_to_stop", True))
             agreement.check_supported(
                 self._module,
                 options=self._options,
@@ -539,10 +541,6 @@ class RoundPipeStrategy(OneProcessStrategy):
         if self._hosts is not None:
             agreement.check_same(
                 self._hosts, self._module.trainer, self._options, settings=self.host_settings
-            )
-            self._hosts.is_asked_to_stop = self._hosts.stops = False
-            compat.defer_sigterm(
-                self._module.trainer, lambda: setattr(self._hosts, "is_asked_to_stop", True)
             )
 
     def batch_to_device(

@@ -430,7 +430,7 @@ class Signalled(Callback):
 
     @staticmethod
     def _send(trainer: Trainer, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_idx == 1:
+        if trainer.fit_loop.epoch_loop.batch_idx in (-1, 1):
             signal.raise_signal(signal.SIGTERM)
 
 
@@ -486,8 +486,16 @@ def stop_at(rank: int, folder: Path, hook: str, is_command: bool) -> tuple[int, 
     return trainer.global_step, interrupt.signal_number
 
 
-@pytest.mark.parametrize("is_command", [True, False], ids=["command", "script"])
-@pytest.mark.parametrize(("hook", "step"), [("on_train_batch_start", 2), ("on_train_batch_end", 3)])
+@pytest.mark.parametrize(
+    ("hook", "step", "is_command"),
+    [
+        ("on_train_start", 1, False),
+        ("on_train_batch_start", 2, True),
+        ("on_train_batch_start", 2, False),
+        ("on_train_batch_end", 3, True),
+        ("on_train_batch_end", 3, False),
+    ],
+)
 def test_a_signal_to_one_host_stops_all_after_the_same_step(
     tmp_path: Path, hook: str, step: int, is_command: bool
 ) -> None:
