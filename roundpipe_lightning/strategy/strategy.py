@@ -144,8 +144,9 @@ class RoundPipeStrategy(OneProcessStrategy):
         exclude_frozen_parameters: Whether checkpoints leave out what is not trained. The module
             must then build its base by itself, in `__init__` or `configure_model`, before one is
             loaded; another base is refused.
-        upload_dtype: For `Trainer(precision="bf16-mixed")`, `"bf16"`: blocks' matrices are rounded
-            on the host, once per update, and uploaded in half the bytes; see docs/precision.md.
+        upload_dtype: For `Trainer(precision="bf16-mixed")`, `"bf16"`: matrices of blocks, and of
+            an LM head that is not tied, are rounded on the host, once per update, and uploaded in
+            half the bytes; see docs/precision.md.
             `"fp16"` with `16-mixed`. None: they are uploaded as they are.
         gradient_dtype: What gradients are summed up in on the host, over rounds and batches:
             `"fp32"` or `"bf16"`; None: the parameters' dtype. See docs/updates.md.

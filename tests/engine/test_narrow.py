@@ -81,15 +81,42 @@ def test_half_the_bytes_and_the_same_bits_where_autocast_casts_anyway() -> None:
         with opened(twin, dtype) as engine:
             step(engine)
             result = step(engine)
-        results.append((result, by_name(twin, result), matrix_bytes(twin.layers)))
-    (wide, expected, size), (narrow, gradients, _) = results
+        results.append((result, by_name(twin, result)))
+    (wide, expected), (narrow, gradients) = results
     assert same(gradients, expected)
     assert all(gradient.dtype is torch.float32 for gradient in gradients.values())
     assert all(map(torch.equal, wide.losses, narrow.losses))  # type: ignore[arg-type]
-    saved = uploaded(wide) - uploaded(narrow)
-    assert saved > 0
-    assert saved % (size // 2 // len(module.layers)) == 0  # each time that a block travels
+    blocks, linear = (
+        matrix_bytes(one) for one in (module.layers, nn.ModuleList([module.head, module.tail]))
+    )
+    # Blocks travel forward and backward, in two rounds; the layers outside them to both workers.
+    assert uploaded(wide) - uploaded(narrow) == (4 * blocks + 2 * linear) // 2
     assert downloaded(narrow) == downloaded(wide)
+
+
+class Past(Regressor):
+    """Uses weights of layers outside the blocks past autocast."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        head = self.head(x) + functional.linear(x, self.head.weight.square())
+        hidden = self.run_blocks(head)
+        with torch.autocast("cpu", enabled=False):
+            found = self.tail(hidden.float()).squeeze(-1)
+        return functional.mse_loss(found, y) + self.tail.weight.norm()
+
+
+def test_layers_outside_the_blocks_are_whole_where_autocast_would_not_round_them() -> None:
+    module: Any = Past(2)
+    results = []
+    for dtype in (None, torch.bfloat16):
+        twin = copy.deepcopy(module)
+        with opened(twin, dtype) as engine:
+            result = step(engine)
+        results.append((result.losses, by_name(twin, result)))
+    (losses, gradients), (expected_losses, expected) = results
+    assert all(map(torch.equal, losses, expected_losses))  # type: ignore[arg-type]
+    assert same(gradients, expected)
 
 
 class Scaled(Block):
@@ -106,7 +133,7 @@ class Scaled(Block):
 def test_elsewhere_it_is_the_module_whose_matrices_were_cast_first() -> None:
     module: Any = Regressor(2, make_block=Scaled)
     cast = copy.deepcopy(module)
-    for parameter in cast.layers.parameters():
+    for parameter in cast.parameters():
         if parameter.dim() == 2:
             parameter.data = parameter.data.bfloat16()
             parameter.grad_dtype = torch.float32
@@ -141,7 +168,7 @@ def steps_of(module: Any, dtype: torch.dtype | None, make: Any, *, stale: bool) 
                     with torch.no_grad():
                         module.layers[0].inner.weight.mul_(0.5)
                 if number == 2:
-                    with updater.latest():
+                    with updater.latest(), AUTOCAST():
                         engine.evaluate(lambda view, batch: view(batch), torch.ones(2, WIDTH))
             updater.join()
 
@@ -160,22 +187,32 @@ def test_evaluations_see_unseen_writes_once_copies_are_marked_old() -> None:
     module: Any = Regressor()
     with opened(module, torch.bfloat16) as engine:
         x = torch.ones(2, WIDTH)
-        before = engine.evaluate(lambda view, batch: view(batch), x)
+        with AUTOCAST():
+            before = engine.evaluate(lambda view, batch: view(batch), x)
         module.layers[0].outer.weight.data.zero_()
         assert engine.store.copies is not None
         engine.store.copies.forget()
-        assert not torch.equal(engine.evaluate(lambda view, batch: view(batch), x), before)
+        with AUTOCAST():
+            assert not torch.equal(engine.evaluate(lambda view, batch: view(batch), x), before)
 
 
-def test_parameters_of_several_blocks_and_frozen_ones_travel_as_they_are() -> None:
+def test_parameters_with_several_uses_embeddings_and_frozen_ones_travel_as_they_are() -> None:
     module: Any = Regressor()
+    module.embedding = nn.Embedding(1, WIDTH)
+    module.embedding.weight = module.tail.weight
+    module.other = nn.Embedding(2, WIDTH)
     module.layers[1].inner.weight = module.layers[0].inner.weight
     module.layers[2].requires_grad_(False)
     module.layers[3].outer.weight.data = module.layers[3].outer.weight.data.double()
     with opened(module, torch.bfloat16) as engine:
         copies = engine.store.copies
         assert copies is not None
-        alone = [module.layers[0].outer, module.layers[1].outer, module.layers[3].inner]
+        alone = [
+            module.layers[0].outer,
+            module.layers[1].outer,
+            module.layers[3].inner,
+            module.head,
+        ]
         size = sum(layer.weight.numel() for layer in alone)
         assert sum(place.nbytes for place in copies._places.values()) == 2 * size
 
@@ -187,7 +224,7 @@ def test_what_is_uploaded_is_page_locked_and_nothing_else(keeps: bool) -> None:
     store.pin(device)
     if keeps:
         store.keep_previous(list(module.parameters()))
-    masters = {p.untyped_storage().data_ptr() for p in module.layers.parameters() if p.dim() == 2}
+    masters = {p.untyped_storage().data_ptr() for p in module.parameters() if p.dim() == 2}
     blocks = list(module.layers)
     sent = {f.uploaded.data_ptr() for block in blocks for f in store.buffers_of(block)}
     assert sent <= device.locked.keys()

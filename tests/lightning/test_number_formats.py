@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from roundpipe_lightning import optim
 from roundpipe_lightning.engine.chain.chain import Chain
@@ -22,7 +23,17 @@ from roundpipe_lightning.strategy.resume.resume import _set_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.plans import default_plan
-from tests.kit.training import QUIET, WIDTH, Regressor, make_trainer, regression_data, same_bits
+from tests.kit.training import (
+    QUIET,
+    VOCABULARY,
+    WIDTH,
+    LanguageModel,
+    PaddedSequences,
+    Regressor,
+    make_trainer,
+    regression_data,
+    same_bits,
+)
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -64,6 +75,20 @@ def train(
     return module, trainer
 
 
+@pytest.fixture
+def uploaded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes, by the upload queue that was closed."""
+    found: list[int] = []
+    close = TransferQueue.close
+
+    def count(queue: TransferQueue) -> None:
+        close(queue)
+        found.extend([queue.num_bytes] * ("upload" in queue.name))
+
+    monkeypatch.setattr(TransferQueue, "close", count)
+    return found
+
+
 @pytest.mark.parametrize(
     ("make", "update", "callbacks"),
     [
@@ -75,19 +100,10 @@ def train(
     ],
 )
 def test_uploads_of_half_the_bytes_train_the_same(
-    tmp_path: Path, make: Any, update: str, callbacks: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Any, update: str, callbacks: Any, uploaded: list[int]
 ) -> None:
     modules = []
-    uploaded: list[int] = []
-    close = TransferQueue.close
-
-    def count(queue: TransferQueue) -> None:
-        close(queue)
-        uploaded[-1] += queue.num_bytes * ("upload" in queue.name)
-
-    monkeypatch.setattr(TransferQueue, "close", count)
     for dtype in (None, "bf16"):
-        uploaded.append(0)
         strategy = EmulatedStrategy(
             num_microbatches=2, dry_run=False, update=update, upload_dtype=dtype
         )
@@ -96,7 +112,44 @@ def test_uploads_of_half_the_bytes_train_the_same(
         )
         modules.append(module)
     assert same_bits(modules[1], modules[0])
-    assert uploaded[1] < 0.75 * uploaded[0]
+    assert sum(uploaded[2:]) < 0.75 * sum(uploaded[:2])
+
+
+@pytest.mark.parametrize("loss", ["eager", "fused"])
+def test_an_lm_head_goes_up_in_half_the_bytes(
+    tmp_path: Path, loss: Any, uploaded: list[int]
+) -> None:
+    data, modules = DataLoader(PaddedSequences(8), batch_size=4), []
+    for dtype in (None, "bf16"):
+        seed_everything(3, verbose=False)
+        modules.append(LanguageModel("adamw"))
+        modules[-1].layers.requires_grad_(False)  # these go up as they are
+        modules[-1].head.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH) / 3)
+        strategy = EmulatedStrategy(
+            num_microbatches=2, dry_run=False, loss=loss, upload_dtype=dtype
+        )
+        trainer = make_trainer(tmp_path, strategy=strategy, precision="bf16-mixed", max_epochs=1)
+        trainer.fit(modules[-1], data)
+    assert same_bits(modules[1], modules[0])
+    wide, narrow = uploaded
+    head = modules[0].head.weight.nbytes
+    assert wide - narrow == 2 * head // 2  # in each of two steps
+
+
+def test_a_step_that_writes_into_an_lm_head_is_refused_where_it_is_rounded(tmp_path: Path) -> None:
+    class Writes(_Chosen):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.no_grad():
+                self.head.weight.clamp_(-0.1, 0.1)
+            return super().training_step(batch, batch_idx)
+
+    strategy = EmulatedStrategy(
+        num_microbatches=2, dry_run=False, microbatching="blocks", upload_dtype="bf16"
+    )
+    with pytest.raises(
+        ConfigurationError, match=r"writes into .* 'head.weight'.*upload_dtype=null"
+    ):
+        train(tmp_path, strategy, torch.optim.SGD, Writes, precision="bf16-mixed")
 
 
 def test_nothing_is_copied_on_cpu_workers(tmp_path: Path) -> None:
@@ -231,7 +284,7 @@ def test_the_planner_counts_masters_and_copies() -> None:
     hardware = load_hardware("rtx4090x8")
     needs = []
     for dtype in (None, torch.bfloat16):
-        sizes = TransferSizes(stacks, dtype)
+        sizes = TransferSizes(module, stacks, dtype)
         sized = sizes.resized(work, chain)
         storage = storage_of([optimizer], masters=sizes.narrow)
         shape = MicrobatchShape(sequences=1, seq_len=1)
@@ -240,7 +293,7 @@ def test_the_planner_counts_masters_and_copies() -> None:
         report = model.report(plan.layout, shape=shape)
         needs.append(report)
     wide, narrow = needs
-    num = sum(p.numel() for p in module.layers.parameters() if p.dim() == 2)
+    num = sum(p.numel() for p in module.parameters() if p.dim() == 2)
     host = [need.host.of(MemoryKind.WEIGHTS) + need.host.of(MemoryKind.MASTERS) for need in needs]
     assert host[1] - host[0] == 2 * num
     assert narrow.device.of(MemoryKind.WEIGHTS) < wide.device.of(MemoryKind.WEIGHTS)
@@ -255,7 +308,7 @@ def test_the_planner_counts_gradients_in_their_dtype() -> None:
     stacks = find_stacks(module, None)
     chain = Chain.from_stacks(stacks)
     work = parameter_work(module, chain)
-    moved = TransferSizes(stacks, None).resized(work, chain)
+    moved = TransferSizes(module, stacks, None).resized(work, chain)
     assert moved.blocks[0].trainable_bytes == 2 * work.blocks[0].trainable_bytes
 
 

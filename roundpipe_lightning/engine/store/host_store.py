@@ -27,7 +27,11 @@ from roundpipe_lightning.engine.store.flat_buffers import (
     view_like,
 )
 from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
-from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
+from roundpipe_lightning.engine.store.upload_copies import (
+    NarrowCopies,
+    modules_outside,
+    narrow_parameters,
+)
 from roundpipe_lightning.engine.store.weight_versions import WeightVersions
 from roundpipe_lightning.errors import ConfigurationError
 
@@ -44,8 +48,8 @@ class HostStore:
     Args:
         module: The user's module; its parameters stay in it.
         blocks: The blocks of its stacks, each once.
-        upload_dtype: That of the copies from which blocks' trained matrices of float32 are
-            uploaded; None: there are none.
+        upload_dtype: That of the copies from which some parameters are uploaded
+            (`narrow_parameters`); None: there are none.
         moves: Whether anything is uploaded: forked processes then share the parameters' memory.
 
     Raises:
@@ -75,15 +79,18 @@ class HostStore:
         for block in blocks:
             for parameter in block.parameters():
                 owners[parameter] = owners.get(parameter, 0) + 1
-        outside = _parameters_outside(module, set(blocks))
+        outside = {
+            parameter
+            for one in modules_outside(module, blocks)
+            for parameter in one.parameters(recurse=False)
+        }
         #: Parameters used in more than one place: their gradients have several sources.
         self.shared = {p for p, count in owners.items() if count > 1 or p in outside}
         aliased = overlapping(module.parameters())
         taken: set[nn.Parameter] = set()
         #: What is uploaded in place of some parameters.
         self.copies = None if upload_dtype is None else NarrowCopies(upload_dtype)
-        alone = owners.keys() - self.shared if self.copies is not None else set()
-        narrow = {p for p in alone if NarrowCopies.narrows(p)}
+        narrow = narrow_parameters(module, blocks) if self.copies is not None else set()
 
         def group(parameters: Iterable[nn.Parameter]) -> ParameterGroup:
             mine = [parameter for parameter in parameters if parameter not in taken]
@@ -96,6 +103,7 @@ class HostStore:
         self._outside = group(module.parameters())
         #: Parameters that no block has.
         self.outside_blocks = frozenset(self._outside.parameters)
+        self._heads = self.outside_blocks & narrow  # those of linear layers, which have copies
         groups = (*self._blocks.values(), self._outside)
         self._flat_of = {
             p: flat for group in groups for flat in group.buffers for p in flat.members
@@ -197,6 +205,13 @@ class HostStore:
             )
         self.read_whole.add(parameter)
 
+    def upload_source(self, parameter: nn.Parameter) -> Tensor:
+        """Return what is uploaded of a parameter for the code outside the blocks."""
+        if self.copies is not None and parameter in self.copies and parameter in self._heads:
+            return self.copies.of(parameter)
+        self.check_whole(parameter)
+        return parameter.detach()
+
     def current_values(self, parameter: nn.Parameter) -> Tensor:
         served = self._served.get(parameter)
         return self.memory_of(parameter) if served is None else served
@@ -222,7 +237,7 @@ class HostStore:
         """
         if self.copies is None:
             return
-        for parameters in self._of_block.values():
+        for parameters in (*self._of_block.values(), self._heads):
             if all(event.is_done for event in self.updates_of(parameters)):
                 here = (p for p in parameters if p not in self._served and p not in self.in_part)
                 self.copies.renew({p: p for p in here})
@@ -338,18 +353,3 @@ class HostStore:
                 if parameter not in values:
                     values[parameter] = device.upload(previous.get(parameter, parameter))
         return values
-
-
-def _parameters_outside(module: nn.Module, blocks: set[nn.Module]) -> set[nn.Parameter]:
-    """Parameters that a module or a submodule of it has without going through a block."""
-    found: set[nn.Parameter] = set()
-    seen: set[nn.Module] = set()
-    pending = [module]
-    while pending:
-        current = pending.pop()
-        if current in seen or current in blocks:
-            continue
-        seen.add(current)
-        found.update(current.parameters(recurse=False))
-        pending.extend(current.children())
-    return found

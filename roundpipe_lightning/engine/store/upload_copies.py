@@ -9,8 +9,9 @@ device   [ q | k | v ]                                       [ n | b ]
 ```
 
 Matrices (two dimensions or more) of one block are narrow: autocast would cast them before every
-product. What has fewer dimensions, norms and biases say, is uploaded as it is. A parameter that
-several blocks or the code outside them use is, too.
+product. So are the weights of linear layers outside the blocks, the LM head say. What has fewer
+dimensions, norms and biases say, is uploaded as it is. So is a parameter with several uses, a tied
+LM head say, and an embedding, whose rows autocast leaves wide.
 
 With `update="async"` what a step computes with while the optimizer writes into the masters is kept
 in 16 bits, too (`HostStore.keep_previous`).
@@ -18,8 +19,9 @@ in 16 bits, too (`HostStore.keep_previous`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol, runtime_checkable
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +44,6 @@ class NarrowCopies:
         self._places: dict[nn.Parameter, Tensor] = {}
         self._cast: dict[nn.Parameter, tuple[int, int]] = {}  # memory and version of the source
         self._writers: list[WritesCopies] = []
-
-    @staticmethod
-    def narrows(parameter: nn.Parameter) -> bool:
-        is_matrix = parameter.dim() >= 2
-        return parameter.requires_grad and parameter.dtype is torch.float32 and is_matrix
 
     def add(self, places: Mapping[nn.Parameter, Tensor]) -> None:
         self._places |= places
@@ -98,6 +95,32 @@ class NarrowCopies:
         for optimizer in self._writers:
             optimizer.write_copies({})
         self._writers = []
+
+
+def narrow_parameters(module: nn.Module, blocks: Collection[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters of a module that are uploaded from copies."""
+    uses = Counter(parameter for block in blocks for parameter in block.parameters())
+    outside = list(modules_outside(module, set(blocks)))
+    uses.update(parameter for one in outside for parameter in one.parameters(recurse=False))
+    heads: list[Any] = [one.weight for one in outside if type(one).forward is nn.Linear.forward]
+    inside = [parameter for block in blocks for parameter in block.parameters()]
+    return {
+        p
+        for p in (*heads, *inside)
+        if uses[p] == 1 and p.requires_grad and p.dtype is torch.float32 and p.dim() >= 2
+    }
+
+
+def modules_outside(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a module and the submodules that it has without going through a block, each once."""
+    seen: set[nn.Module] = set(blocks)
+    pending = [module]
+    while pending:
+        current = pending.pop()
+        if current not in seen:
+            seen.add(current)
+            yield current
+            pending.extend(current.children())
 
 
 def _state(values: Tensor) -> tuple[int, int]:

@@ -220,7 +220,7 @@ class WeightPrefetcher:
 
     @property
     def outside_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in list(self._outside))
+        return sum(copy.values.nbytes for copy in list(self._outside.values()))
 
     @property
     def num_bytes(self) -> int:
@@ -462,10 +462,10 @@ class WeightPrefetcher:
     def _upload_outside(
         self, parameter: nn.Parameter, versions: WeightVersions, priority: Priority
     ) -> None:
-        copy, source = self._outside.get(parameter), parameter.detach()
+        copy = self._outside.get(parameter)
         if copy is not None and copy.versions is versions:
             return
-        self._store.check_whole(parameter)
+        source = self._store.upload_source(parameter)
         self._outside.pop(parameter, None)
         if source.is_inference() or not fills_its_memory(source):
             return
@@ -474,8 +474,8 @@ class WeightPrefetcher:
             values = flat.view(source.dtype).as_strided(source.shape, source.stride())
 
         def pieces(*, previous: bool) -> Sequence[tuple[Tensor, Tensor]]:
-            version = self._store.previous.get(parameter, parameter) if previous else parameter
-            return [(flat, bytes_of(version.detach()))]
+            version = self._store.previous.get(parameter, source) if previous else source
+            return [(flat, bytes_of(version.to(source.dtype)))]
 
         event = self._submit(
             "a parameter outside the blocks",

@@ -43,13 +43,17 @@ from roundpipe_lightning.engine.capture.torch_functions import (
 from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.capture.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
-from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
+from roundpipe_lightning.engine.store.block_layout import gradient_dtype, sum_wide
+from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients, fold
 from roundpipe_lightning.engine.worker.loaded_blocks import PlacedBuffers, ResidentBlocks
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import CaptureError, ConfigurationError
 
 #: Functions that ask nothing of a tensor's values, or that leave its graph.
 _WITHOUT_VALUES = METADATA | {"detach"}
+
+#: Functions that autocast runs with rounded operands.
+_ROUND = frozenset("linear matmul mm __matmul__ __rmatmul__".split())
 
 #: Types of arguments that neither are parameters nor hold some.
 _NO_MASTERS = frozenset({Tensor, int, float, bool, str, slice, type(None), torch.dtype})
@@ -129,6 +133,8 @@ class UserCode(TorchFunctionMode):
         self._masters = frozenset(map(id, module.parameters()))  # hashes of tensors are slow
         self._gathers = False
         self.leaves: dict[tuple[int, nn.Parameter], nn.Parameter] = {}
+        #: Those that were rounded, with leaves of the whole values where these were used.
+        self._rounded: dict[nn.Parameter, nn.Parameter | None] = {}
         self._streamed: set[nn.Parameter] = set()
         self._buffers: dict[int, PlacedBuffers] = {}
         self.maker = ViewMaker(
@@ -153,7 +159,11 @@ class UserCode(TorchFunctionMode):
             with self.suspended():
                 values = worker.outside(parameter)
                 worker.renew(parameter, values)
-                self.leaves[key] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                leaf = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                sum_wide(leaf, gradient_dtype(parameter))
+                self.leaves[key] = leaf
+                if leaf.dtype is not parameter.dtype:
+                    self._rounded[leaf] = None
         return self.leaves[key]
 
     def _leaf_to_write(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -224,6 +234,12 @@ class UserCode(TorchFunctionMode):
                 known = (key for key, value in self.leaves.items() if value is leaf)
                 index, parameter = next(known, (0, leaf))
                 worker = self._workers[index]
+                if leaf.dtype is not parameter.dtype:
+                    raise ConfigurationError(
+                        f"training_step writes into the parameter {self._name_of(parameter)!r}, "
+                        "which workers have rounded to 16 bits: leave upload_dtype out (on the "
+                        "command line trainer.strategy.upload_dtype=null)."
+                    )
                 if not self.may_write or (
                     id(parameter) in self._masters and not worker.rewrite(parameter, leaf)
                 ):
@@ -245,19 +261,22 @@ class UserCode(TorchFunctionMode):
         """Take the gradients of all leaves from them, by the number of the worker."""
         found: dict[int, Gradients] = {}
         for (worker, parameter), leaf in self.leaves.items():
-            if leaf.grad is not None:
-                found.setdefault(worker, {})[parameter] = leaf.grad
-                leaf.grad = None
+            for one in (leaf, self._rounded.get(leaf)):
+                if one is not None and one.grad is not None:
+                    fold(found.setdefault(worker, {}), {parameter: one.grad})
+                    one.grad = None
         return found
 
     def leaves_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
-        return [leaf for (_, known), leaf in self.leaves.items() if known is parameter]
+        mine = [leaf for (_, known), leaf in self.leaves.items() if known is parameter]
+        return [*mine, *(whole for leaf in mine if (whole := self._rounded.get(leaf)) is not None)]
 
     def close(self) -> None:
         """Break the circles of references, so that memory is free at once. Nothing works after."""
         self._classes.end_swaps()
         self.maker.close()
         self.leaves.clear()
+        self._rounded.clear()
         self._buffers.clear()
         self._streamed.clear()
         self.side_outputs.clear()
@@ -371,6 +390,8 @@ class UserCode(TorchFunctionMode):
             return func(*args, **kwargs), args, kwargs
         if self.cut is not None and name not in _WITHOUT_VALUES:
             args, kwargs = self._cut_off(self.cut, name, args, kwargs)
+        if self._rounded:
+            args, kwargs = self._with_whole_values(name, args, kwargs)
         if self._crosses and name not in KEEP_PLACE:
             args, kwargs = self._brought_together(name, args, kwargs, leaf=self._leaf_for)
         else:
@@ -399,6 +420,34 @@ class UserCode(TorchFunctionMode):
             lambda x: lazy[x] if x in lazy else x if x is written else cut(x), (args, kwargs)
         )
         return found
+
+    def _with_whole_values(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put whole values in for rounded ones, unless the operation rounds them itself."""
+        tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
+        dtypes = {x.dtype for x in tensors if x in self._rounded}
+        if not dtypes or {x.dtype for x in tensors if x not in self._rounded} == dtypes:
+            return args, kwargs  # a product with other operands than rounded ones would fail
+        kind = self._worker().device.torch_device.type
+        rounds = name in _ROUND and torch.is_autocast_enabled(kind)
+        if rounds and dtypes == {torch.get_autocast_dtype(kind)}:
+            return args, kwargs
+        found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
+            lambda x: self._whole(x) if x in self._rounded else x, (args, kwargs)
+        )
+        return found
+
+    def _whole(self, leaf: Any) -> nn.Parameter:
+        """Return a leaf of a parameter's own values where another one has rounded ones."""
+        whole = self._rounded[leaf]
+        if whole is None:
+            index, parameter = next(key for key, known in self.leaves.items() if known is leaf)
+            with self.suspended():
+                values = self._workers[index].whole_values(parameter)
+                whole = nn.Parameter(values, requires_grad=leaf.requires_grad)
+            self._rounded[leaf] = whole
+        return whole
 
     def _on_resident_leaves(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -201,6 +201,10 @@ class Worker:
             self._outside[parameter] = self.device.upload(self._store.value(parameter))
         return self._outside[parameter]
 
+    def whole_values(self, parameter: nn.Parameter) -> Tensor:
+        """Upload a parameter's own values where others have been, in 16 bits."""
+        return self.device.upload(self._store.value(parameter).to(parameter.dtype))
+
     def rewrite(self, parameter: nn.Parameter, values: Tensor) -> bool:
         return self._store.rewrite(parameter, self.device.download(values.detach()))
 

@@ -112,11 +112,12 @@ class LossSweep:
         self._hidden, self._targets, self._kept = hidden, targets, kept
         self._token_weights = token_weights
         self._wide = torch.promote_types(spec.dtype, torch.float32)
-        self._weight = weight.to(spec.dtype)
+        # As it is if it can be: under the strategy it may be rounded, and is not read otherwise.
+        self._weight = weight if weight.dtype is spec.dtype else weight.to(spec.dtype)
         self._bias = None if bias is None else bias.to(spec.dtype)
         inputs, sum_dtypes = (hidden, weight, bias), (hidden.dtype, self._wide, self._wide)
         self._hidden_sum, self._weight_sum, self._bias_sum = self._sums = [
-            x.new_zeros(x.shape, dtype=dtype) if x is not None and needed else None
+            hidden.new_zeros(x.shape, dtype=dtype) if x is not None and needed else None
             for x, dtype, needed in zip(inputs, sum_dtypes, spec.needs_gradient, strict=True)
         ]
 

@@ -218,12 +218,19 @@ class _Loss(torch.autograd.Function):
         return (
             None,
             *(
-                None if sums is None else (sums.mul_(gradient) if spec.summed else sums).to(x.dtype)
+                None
+                if sums is None
+                else (sums.mul_(gradient) if spec.summed else sums).to(_gradient_dtype(x))
                 for x, sums in zip(inputs, gradients, strict=False)
             ),
             None,
             None,
         )
+
+
+def _gradient_dtype(tensor: Tensor) -> torch.dtype:
+    """Return what autograd expects: a leaf may sum up wider numbers than it has."""
+    return (tensor.grad_dtype if tensor.is_leaf else None) or tensor.dtype
 
 
 def _refuse_second_derivative() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_bytes
 from roundpipe_lightning.engine.device.probe import available_bytes, probe_hardware
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
-from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
+from roundpipe_lightning.engine.store.upload_copies import narrow_parameters
 from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.optim.rounding import rounds_itself
@@ -242,18 +241,20 @@ class TransferSizes:
         dtype: Of the copies from which matrices are uploaded; None: there are none.
 
     Attributes:
-        narrow: The parameters that have such copies (`NarrowCopies`).
+        narrow: The parameters that have such copies.
     """
 
-    def __init__(self, stacks: Iterable[BlockStack], dtype: torch.dtype | None) -> None:
-        blocks = [block for stack in stacks for block in stack.blocks] if dtype is not None else []
-        uses = Counter(parameter for block in blocks for parameter in block.parameters())
-        alone = (parameter for parameter, count in uses.items() if count == 1)
-        self.narrow = frozenset(filter(NarrowCopies.narrows, alone))
+    def __init__(
+        self, module: nn.Module, stacks: Iterable[BlockStack], dtype: torch.dtype | None
+    ) -> None:
+        blocks = dict.fromkeys(block for stack in stacks for block in stack.blocks)
+        self.narrow = frozenset(narrow_parameters(module, blocks) if dtype is not None else ())
+        inside = {p for block in blocks for p in block.parameters()}
+        self._outside = tuple(p for p in self.narrow if p not in inside)
         self._dtype = dtype
 
     def resized(self, work: WorkProfile, chain: Chain) -> WorkProfile:
-        """Return a model with blocks of these sizes.
+        """Return a model with parts of these sizes.
 
         Gradients that are sent in fewer bytes than the parameters have count as these: a device
         sums them up in the parameters' own dtype before.
@@ -264,17 +265,26 @@ class TransferSizes:
         if len(work.blocks) != len(chain.links):  # of another chain, which is looked at again
             return work
         pairs = zip(work.blocks, chain.links, strict=True)
-        return replace(work, blocks=tuple(self._moved(part, link.block) for part, link in pairs))
+        blocks = tuple(self._moved(part, link.block) for part, link in pairs)
+        # Linear layers outside the blocks stand behind them, if there is room.
+        left, ends = self._saved(self._outside), list[BlockWork]()
+        for part in (work.tail, work.head):
+            saved = min(left, part.trainable_bytes // 2)
+            ends.append(replace(part, parameter_bytes=part.parameter_bytes - saved))
+            left -= saved
+        return replace(work, blocks=blocks, tail=ends[0], head=ends[1])
+
+    def _saved(self, parameters: Iterable[nn.Parameter]) -> int:
+        narrow = self._dtype.itemsize if self._dtype is not None else 0
+        return sum(p.numel() * (p.itemsize - narrow) for p in parameters if p in self.narrow)
 
     def _moved(self, part: BlockWork, block: nn.Module) -> BlockWork:
         parameters = list(block.parameters())
-        narrow = self._dtype.itemsize if self._dtype is not None else 0
-        saved = sum(p.numel() * (p.itemsize - narrow) for p in parameters if p in self.narrow)
         trained = [p for p in parameters if p.requires_grad] if part.trainable_bytes else []
         wider = sum(p.numel() * max(0, gradient_dtype(p).itemsize - p.itemsize) for p in trained)
         return replace(
             part,
-            parameter_bytes=part.parameter_bytes - saved,
+            parameter_bytes=part.parameter_bytes - self._saved(parameters),
             trainable_bytes=part.trainable_bytes + wider,
         )
 

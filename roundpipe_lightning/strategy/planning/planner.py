@@ -128,7 +128,8 @@ class StepPlanner:
         self._steps_at_end = steps_at_end
         rounds = precision.stochastic_rounding
         moves = optimizers and not computes_on_host
-        self._sizes = TransferSizes(stacks, upload_dtype_of(options, precision) if moves else None)
+        upload_dtype = upload_dtype_of(options, precision) if moves else None
+        self._sizes = TransferSizes(module, stacks, upload_dtype)
         self._storage = storage_of(
             optimizers,
             steps_in_float32=rounds,
