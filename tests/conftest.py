@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 import random
@@ -31,7 +32,8 @@ settings.load_profile("repository")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-name_machines(Path(__file__).parents[1] / "conf")
+with contextlib.suppress(ModuleNotFoundError):  # Hydra, which tests/gpu does not need
+    name_machines(Path(__file__).parents[1] / "conf")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

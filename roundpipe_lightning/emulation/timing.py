@@ -199,12 +199,10 @@ class ComputeQueue:
                 self._end = max(self._end, self._host.now(), after) + seconds
 
     def mark(self) -> float:
+        """Note a moment, after all that was launched and marked before."""
         with self._mutex:
-            now = self._host.now()
-            delay = self._delay()
-            if delay:
-                self._end = max(self._end, now) + delay
-            return max(self._end, now)
+            self._end = max(self._end, self._host.now()) + self._delay()
+            return self._end
 
     def restart(self) -> None:
         with self._mutex:

@@ -198,7 +198,7 @@ def test_a_gradient_of_a_block_s_output_is_found_at_a_copy_of_it(watch: str) -> 
     expected, got = (t.grad if watch == "retain_grad" else t for t in found)
     assert got is not None
     assert expected is not None
-    assert torch.equal(got, expected)
+    assert torch.equal(got.cpu(), expected)
     with pytest.raises(CaptureError, match=rf"`{watch}` on an output of block 'layers\.0'.*clone"):
         check_parity(module, num_microbatches=1, call=partial(call, copies=False))
 
