@@ -116,9 +116,19 @@ def _itself(gradient: Tensor) -> Tensor:
 def _sparse(
     shape: torch.Size, indices: Tensor, values: Tensor, *, is_coalesced: bool = False
 ) -> Tensor:
-    return torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=is_coalesced, check_invariants=False
+    # `torch.sparse_coo_tensor` of PyTorch 2.11 warns where it does not check its arguments.
+    made: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(  # noqa: SLF001
+        len(indices),
+        values.dim() - 1,
+        shape,
+        indices,
+        values,
+        dtype=values.dtype,
+        layout=torch.sparse_coo,
+        device=values.device,
+        is_coalesced=is_coalesced,
     )
+    return made
 
 
 def _with_rows(shape: torch.Size, rows: Tensor, values: Tensor) -> Tensor:

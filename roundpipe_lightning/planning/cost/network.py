@@ -77,14 +77,11 @@ class Exchange:
     ) -> Exchange:
         """Describe a training's."""
         away = (hardware.num_nodes - 1) / hardware.num_nodes
-        # Blocks and LM head get the copies that are uploaded; an embedding its masters, twice as
-        # wide, and a tied LM head is one.
-        wide = (work.head, work.tail) if work.tied_parameters else (work.head,)
-        copied = [part for part in work.segments if part not in wide]
-        blocks = _new_bytes(copied, 0.0)
-        others = _new_bytes(wide, storage.master_bytes / 2)
-        num_others = work.num_trainable - sum(part.num_trainable for part in copied)
-        counted = sum(part.num_trainable for part in wide)  # tied ones twice
+        # Blocks get the copies that are uploaded; others their masters, twice as wide.
+        blocks = _new_bytes(work.blocks, 0.0)
+        others = _new_bytes((work.head, work.tail), storage.master_bytes / 2)
+        num_others = work.num_trainable - sum(block.num_trainable for block in work.blocks)
+        counted = work.head.num_trainable + work.tail.num_trainable  # tied ones twice
         return cls(
             hardware=hardware,
             gradient_bytes=away * work.num_trainable * storage.gradient_bytes,
