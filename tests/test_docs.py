@@ -36,26 +36,10 @@ def _run(code: str, folder: Path) -> str:
     return process.stdout
 
 
-@pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:.* does not have many workers")
-def test_quick_start_runs_from_top_to_bottom_and_learns(tmp_path: Path) -> None:
-    output = _run("\n".join(_blocks("quickstart", "python")), tmp_path)
-    loss = re.search(r"loss after 64 steps: (\S+)", output)
-    assert loss is not None, output
-    assert float(loss[1]) < 2.0  # the logarithm of 64 characters is 4.16
-    assert "num_workers: 2\nnum_microbatches: 4" in output
-
-
 def test_the_design_s_grid_is_the_planner_s(tmp_path: Path) -> None:
     (example,) = _blocks("design", "python")
     printed = _run(example, tmp_path).strip()
     assert printed in [block.strip() for block in _blocks("design", "text")]
-
-
-@pytest.mark.soak
-def test_the_planning_example_runs(tmp_path: Path) -> None:
-    (example,) = _blocks("planning", "python")
-    assert "forward" in _run(example, tmp_path)
 
 
 PAGES = sorted(path.stem for path in (REPOSITORY / "docs").glob("*.md"))
