@@ -93,7 +93,14 @@ class ModeChoice:
         self._chosen: dict[str, str] = {}  # by the text of a batch's form
 
     def begin(
-        self, batch: Any, *, count: int, is_whole: bool, fusion: Outside | None, trains: bool
+        self,
+        batch: Any,
+        arguments: Sequence[Any],
+        *,
+        count: int,
+        is_whole: bool,
+        fusion: Outside | None,
+        trains: bool,
     ) -> MicrobatchedBatch:
         """Return what is to be run of a batch.
 
@@ -106,6 +113,8 @@ class ModeChoice:
             BatchError: `microbatching="step"`, and it cannot be split.
         """
         chosen = self._chosen.get(str(form_of(batch))) if self._mode == "auto" else self._mode
+        if self._tells and trains and count > 1:
+            self._tell(batch, arguments, count)
         if chosen not in (None, "blocks"):
             try:
                 return self._split(batch, count, chosen, fusion)
@@ -151,15 +160,23 @@ class ModeChoice:
             is_proven=self._mode == "auto",
         )
 
-    def tell(self, batch: MicrobatchedBatch) -> None:
-        """Say once by what microbatches are weighed where nothing shows it."""
-        if self._tells and batch.checks and not batch.sees_targets:
-            self._tells = False
+    def _tell(self, batch: Any, arguments: Sequence[Any], count: int) -> None:
+        """Say once, where `step` was asked for, why it is not proven to be the same."""
+        self._tells = False
+        try:
+            prove(
+                self._module,
+                self._stacks,
+                batch=batch,
+                arguments=arguments,
+                num_microbatches=count,
+            )
+        except Unproven as error:
             rank_zero_info(
-                "roundpipe: microbatching='step': training_step computes no cross_entropy, so its "
-                "microbatches weigh by their samples. Where its loss is no mean over samples, set "
-                "microbatching='blocks', or leave it out; where it is one, averages_samples = True "
-                "in the module's class says so."
+                "roundpipe: microbatching='step' is not proven to give what training_step on the "
+                f"whole batch does: {error}. Microbatches weigh by the targets of cross_entropy, "
+                "else by samples. microbatching='blocks' is exact; where your loss is a mean over "
+                "samples, averages_samples = True in the module's class says so."
             )
 
     def falls_back(self, batch: Any, error: StepModeError) -> bool:
@@ -284,10 +301,6 @@ class MicrobatchedBatch:
     def shares(self) -> Sequence[float]:
         total = sum(self.counts)  # 0 where nothing is a target: the loss is not a number then
         return [count / total if total else 1 / len(self.counts) for count in self.counts]
-
-    @property
-    def sees_targets(self) -> bool:
-        return any(self._seen)
 
     @property
     def outside(self) -> Outside | None:

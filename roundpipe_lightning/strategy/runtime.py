@@ -323,6 +323,7 @@ class PipelineRuntime:
         while True:
             cut = self._choice.begin(
                 batch,
+                arguments,
                 count=self._planner.num_microbatches,
                 is_whole=self._engine is not None and bool(self._engine.forms.whole),
                 fusion=self._fusion,
@@ -336,7 +337,6 @@ class PipelineRuntime:
                     raise
                 continue
             break
-        self._choice.tell(cut)
         size, output = None, known.outputs[0]
         logged, shares, losses = calls, cut.shares, list(known.losses)
         if whole is not None:

@@ -261,17 +261,25 @@ def test_a_mean_over_rows_is_weighed_by_rows(tmp_path: Path) -> None:
     assert parameter_error(module, one) < 1e-5
 
 
-def test_pinned_steps_say_by_what_they_are_weighed(
+def test_pinned_steps_say_why_they_are_not_proven(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class OfAMean(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return functional.mse_loss(self(batch[0]), batch[1]).log1p()
+
+    class Known(OfAMean):
+        averages_samples = True
+
     said: list[str] = []
     monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
-    for known in (False, True):
-        monkeypatch.setattr(Regressor, "averages_samples", known, raising=False)
+    for kind in (Regressor, Known, OfAMean):
         strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
-        make_trainer(tmp_path, strategy=strategy, max_steps=3).fit(Regressor(), regression_data())
+        make_trainer(tmp_path, strategy=strategy, max_steps=3).fit(kind(), regression_data())
     (text,) = said
-    assert "microbatches weigh by their samples" in text
+    assert "not proven" in text
+    assert "it computes with a mean over rows (log1p)" in text
+    assert "microbatching='blocks' is exact" in text
 
 
 @pytest.mark.parametrize(("count", "joined"), [(lambda module: None, False), (add, True)])
