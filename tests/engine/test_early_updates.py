@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
-from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
@@ -78,6 +78,56 @@ def equal(module: nn.Module, expected: dict[str, Tensor]) -> bool:
     return all(torch.equal(expected[name], p) for name, p in module.named_parameters())
 
 
+class Waiting(Regressor):
+    """A module whose backward pass ends when some block has been stepped, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.updated = [threading.Event()]
+
+    def run_blocks(self, hidden: Tensor) -> Tensor:
+        (event,) = self.updated
+
+        class Wait(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                assert event.wait(timeout=60), "no block was stepped"
+                return gradient
+
+        return super().run_blocks(Wait.apply(hidden))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("kind", [EmulatedDevice, CpuDevice])
+def test_blocks_are_stepped_before_the_backward_pass_ends(kind: Any) -> None:
+    module = Waiting()
+    ran: list[str] = []
+
+    def run(unit: UpdateUnit, step: CapturedStep) -> None:
+        step.run(unit.parameters)
+        ran.append(unit.name)
+        module.updated[0].set()
+
+    with opened(module, kind=kind, run=run) as (engine, updater):
+        optimizer = optimizer_of(module)
+        for number in range(3):
+            module.updated[0].clear()
+            updater.begin(optimizer)
+            gradients = step(engine)
+            updater.join()  # of the step before, and nothing else
+            names = {name for name, p in module.named_parameters() if p in gradients}
+            assert names == {"head.weight", "head.bias", "tail.weight", "tail.bias"}
+            finish(updater, optimizer, gradients)
+            updater.join()
+            assert sorted(ran[-7:-4]) == ["layers.0", "layers.1", "layers.2"], number
+    for event in module.updated:
+        event.set()
+    assert equal(module, plainly_trained(Regressor(3), 3))
+
+
 class Penalized(Regressor):
     """The loss looks at a weight of a block, in some microbatches."""
 
@@ -115,6 +165,24 @@ def test_weights_that_the_loss_uses_wait_for_all_their_gradients() -> None:
         optimizer.step()
     for name, parameter in twin.named_parameters():
         torch.testing.assert_close(dict(module.named_parameters())[name], parameter)
+
+
+def test_parameters_of_several_blocks_wait() -> None:
+    module: Any = Regressor(3)
+    module.layers[2].inner.weight = module.layers[0].inner.weight
+    with opened(module) as (engine, updater):
+        optimizer = optimizer_of(module)
+        updater.begin(optimizer)
+        gradients = step(engine)
+        assert module.layers[0].inner.weight in gradients
+        assert module.layers[0].outer.weight not in gradients
+        finish(updater, optimizer, gradients)
+        updater.join()
+    twin: Any = Regressor(3)
+    twin.layers[2].inner.weight = twin.layers[0].inner.weight
+    expected = plainly_trained(twin, 1)  # sums the weight's gradients in another order
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter, expected[name])
 
 
 def test_what_the_optimizer_does_not_have_is_left_alone() -> None:

@@ -1,12 +1,21 @@
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.device.base import CpuDevice
+from roundpipe_lightning.engine.device.events import UpdateAborted
 from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
+
+PATIENCE_SECONDS = 60.0
+"""For what comes at once, however busy the machine is."""
 
 
 class Model(nn.Module):
@@ -23,6 +32,21 @@ class Model(nn.Module):
         for layer in list(self.layers)[1:]:
             layer.scale = self.layers[0].bias  # shared by all of them
         self.head = nn.Linear(3, 2)
+
+
+class Steered:
+    """Runs the updates of units on request."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.allowed = threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
+
+    def __call__(self, unit: UpdateUnit, step: CapturedStep) -> None:
+        self.begun.release()
+        assert self.allowed.acquire(timeout=PATIENCE_SECONDS)
+        step.run(unit.parameters)
+        self.ran.append(unit.name)
 
 
 @pytest.fixture
@@ -46,6 +70,165 @@ def sgd_with_gradients(model: nn.Module, *, lr: float = 1.0) -> torch.optim.SGD:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def await_waiter(store: HostStore, parameter: nn.Parameter) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not all(event._callbacks for event in store.updates_of([parameter])):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def in_thread(call: Any) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except UpdateAborted as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+def test_a_unit_per_block_and_per_parameter_with_other_uses(model: Model, store: HostStore) -> None:
+    units = {unit.name: len(unit.parameters) for unit in units_of(model, store)}
+    assert units == {
+        "embedding.weight": 1,
+        "embedding.bias": 1,
+        "layers.0": 1,
+        "layers.0.bias": 1,
+        "layers.1": 2,
+        "layers.2": 2,
+        "head.weight": 1,
+        "head.bias": 1,
+    }
+
+
+def test_nobody_reads_a_block_before_its_update(model: Model, store: HostStore) -> None:
+    steered, before = Steered(), [p.detach().clone() for p in model.parameters()]
+    with Updater(store, units_of(model, store), run_unit=steered) as updater:
+        updater.submit(sgd_with_gradients(model))
+        layer, device = model.layers[1], CpuDevice()
+        thread, results = in_thread(lambda: store.upload_block(layer, device))
+        names = [unit.name for unit in units_of(model, store)]
+        before_it = names.index("layers.1")
+        steered.allowed.release(before_it)
+        assert all(steered.begun.acquire(timeout=PATIENCE_SECONDS) for _ in range(before_it + 1))
+        assert thread.is_alive()
+        steered.allowed.release()
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+        assert steered.ran == names[: before_it + 1]
+        weight = results[0][layer.weight]
+        assert not updater.is_joined
+        steered.allowed.release(9)
+        updater.join()
+        assert torch.equal(weight, layer.weight)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old - 1)
+
+
+def test_gradients_and_options_are_those_of_the_submission(model: Model, store: HostStore) -> None:
+    steered = Steered()
+    before = model.head.weight.detach().clone()
+    with Updater(store, units_of(model, store), run_unit=steered) as updater:
+        optimizer = sgd_with_gradients(model, lr=2.0)
+        updater.submit(optimizer)
+        optimizer.param_groups[0]["lr"] = 1000.0
+        model.zero_grad()
+        steered.allowed.release(9)
+        updater.join()
+    assert torch.equal(model.head.weight, before - 2)
+
+
+def test_gradients_that_are_released_are_the_updates_own(model: Model, store: HostStore) -> None:
+    """The update does not read what the user's code does to `.grad` meanwhile, e.g. zeroing it."""
+    steered, before = Steered(), model.head.weight.detach().clone()
+    with Updater(store, units_of(model, store), run_unit=steered) as updater:
+        optimizer = sgd_with_gradients(model)
+        updater.submit(optimizer, release_gradients=True)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        optimizer.zero_grad(set_to_none=False)
+        newer = torch.zeros_like(model.head.bias)
+        model.head.bias.grad = newer
+        steered.allowed.release(9)
+        updater.join()
+    assert torch.equal(model.head.weight, before - 1)
+    assert model.head.bias.grad is newer
+
+
+def test_an_error_is_raised_once_and_lets_everybody_go(model: Model, store: HostStore) -> None:
+    shall_wait = [True]
+
+    def fail(unit: UpdateUnit, step: CapturedStep) -> None:
+        if unit.name == "layers.1":
+            if shall_wait.pop():
+                await_waiter(store, model.layers[1].weight)
+            raise OSError("the disk is full")
+        step.run(unit.parameters)
+
+    with Updater(store, units_of(model, store), run_unit=fail) as updater:
+        updater.submit(sgd_with_gradients(model))
+        thread, results = in_thread(lambda: store.await_updated(model.layers[1]))
+        thread.join(PATIENCE_SECONDS)
+        assert isinstance(results[0], UpdateAborted)
+        with pytest.raises(OSError, match="the disk is full") as caught:
+            updater.join()
+        assert vars(caught.value)["__notes__"] == ["This happened while SGD updated 'layers.1'."]
+        updater.join()
+        store.await_updated(model.layers[2])
+        shall_wait.append(False)
+        updater.submit(sgd_with_gradients(model))
+        with pytest.raises(OSError, match="the disk is full"):
+            updater.join()
+
+
+def test_the_thread_ends_although_nobody_joined_for_the_error(
+    model: Model, store: HostStore
+) -> None:
+    def fail(unit: UpdateUnit, step: CapturedStep) -> None:
+        raise OSError("the disk is full")
+
+    with Updater(store, units_of(model, store), run_unit=fail) as updater:
+        updater.submit(sgd_with_gradients(model))
+    assert "roundpipe-updates" not in {thread.name for thread in threading.enumerate()}
+    assert not store.updates
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_stale_values_are_those_of_before_the_update(
+    model: Model, store: HostStore, emulated: bool
+) -> None:
+    device = EmulatedDevice(0) if emulated else CpuDevice()
+    steered, layer = Steered(), model.layers[1]
+
+    def current_values() -> list[Tensor]:
+        values = store.upload_block(layer, device)
+        seen = [values[layer.weight], device.upload(store.value(model.head.weight))]
+        return [device.download(value).clone() for value in seen]
+
+    def masters() -> list[Tensor]:
+        return [layer.weight.detach().clone(), model.head.weight.detach().clone()]
+
+    with Updater(store, units_of(model, store), stale=True, run_unit=steered) as updater:
+        history = [masters()]
+        assert all(map(torch.equal, current_values(), history[0]))
+        for number in range(3):
+            optimizer = sgd_with_gradients(model)
+            updater.keep([optimizer])
+            updater.submit(optimizer)
+            assert all(map(torch.equal, current_values(), history[number]))  # while the update runs
+            steered.allowed.release(8)
+            with updater.latest():
+                assert all(map(torch.equal, current_values(), masters()))
+            assert all(map(torch.equal, current_values(), history[number]))  # and after it
+            history.append(masters())
+            assert torch.equal(history[-1][0], history[-2][0] - 1)
+        updater.forget()
+        assert all(map(torch.equal, current_values(), masters()))
 
 
 def test_a_step_that_was_left_out_makes_nothing_staler(model: Model, store: HostStore) -> None:
