@@ -56,6 +56,7 @@ NOT_RUN = {
     "push_to_hub=": "needs the hub: tests/cli/test_export.py has a stand-in",
     "qwen3_235b_a22b model.weights": "needs 470 GB of weights",
     "LightningCLI()": "tests/lightning/test_ways_in.py",
+    "python main.py": "tests/lightning/test_ways_in.py, without a process",
     "from darts": "needs another package",
     "race_hunt": "tests/soak/test_race_hunt.py",
     "gpu_session": "needs a GPU",
