@@ -229,7 +229,9 @@ def _image(given: Any, place: str) -> Any:
     from PIL import Image
 
     source = given.get("bytes") or given.get("path") if isinstance(given, Mapping) else given
-    shown = "in the record" if isinstance(source, bytes) else repr(str(source)[:80])
+    shown = "in the record" if isinstance(source, bytes) else repr(str(source))
+    if isinstance(source, str) and source.startswith("data:"):
+        shown = repr(source[:80])
     try:
         if isinstance(source, str) and source.startswith("data:"):
             source = base64.b64decode(source.partition(",")[2], validate=True)
