@@ -228,7 +228,7 @@ def _image(given: Any, place: str) -> Any:
     """
     from PIL import Image
 
-    source = given.get("bytes") or given.get("path") if isinstance(given, Mapping) else given
+    source: Any = given.get("bytes") or given.get("path") if isinstance(given, Mapping) else given
     shown = "in the record" if isinstance(source, bytes) else repr(str(source))
     if isinstance(source, str) and source.startswith("data:"):
         shown = repr(source[:80])
