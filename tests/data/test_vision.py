@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
+import roundpipe_commands as commands
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.data import VisionDataModule
 from roundpipe_lightning.errors import ConfigurationError, DataError
 from roundpipe_lightning.modules import ProcessorSource
 from roundpipe_lightning.planning.model.hardware import config_folder
+from tests.kit.programs import run_program
 from tests.kit.runs import summary
 from tests.kit.vision import write_image, write_seeing_model
 
@@ -101,6 +103,16 @@ def test_an_image_that_cannot_be_read_is_named(folder: Path, record: Any, messag
 def test_settings_and_models_that_cannot_see_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"too_long=cut_end would cut images"):
         make(folder, asked("No."), too_long="cut_end")
+
+
+@pytest.mark.parametrize("module", ["vision", "causal_lm"])
+def test_a_plan_says_that_images_are_not_counted(folder: Path, module: str) -> None:
+    words = ("hardware=cpu", "data.seq_len=128", "data.batch_size=2", f"module={module}")
+    model = f"model={folder / 'model'}"
+    own = ("partition.num_microbatches=2", "hydra.run.dir=run", model)
+    done = run_program(commands.plan, folder, *words, *own)
+    assert done.returncode == 0, done.stderr
+    assert ("Not counted: images." in done.stdout) == (module == "vision")
 
 
 @pytest.mark.soak

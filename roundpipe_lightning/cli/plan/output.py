@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.plan.answer import Change, change_text
 from roundpipe_lightning.cli.plan.nodes import HostPlan, hidden_text, scaling_lines
+from roundpipe_lightning.modules import VisionLanguageModule
 from roundpipe_lightning.planning.cost.device_memory import MemoryNeed
 from roundpipe_lightning.planning.report.description import (
     PlanDescription,
@@ -110,6 +111,7 @@ class PlanOutput:
             "missing": self.missing or None,
             "changes": [_change(*each) for each in self.changes],
             "longest_seq_len": self.longest_seq_len,
+            "not_counted": self.not_counted,
             "files": self.files,
         }
 
@@ -231,7 +233,18 @@ class PlanOutput:
                 f"Step: {asked.batch_size} sequences of {job.shape.seq_len:,} tokens{batches}, "
                 f"in {job.num_microbatches} microbatches of {job.shape.sequences}"
             ),
+            *([f"Not counted: {self.not_counted}"] if self.not_counted else []),
         ]
+
+    @property
+    def not_counted(self) -> str | None:
+        """What the figures leave out, in words; None: nothing."""
+        if not isinstance(self.job.model.module, VisionLanguageModule):
+            return None
+        return (
+            "images. Time and memory are those of the text alone; a step with images takes more "
+            "of both."
+        )
 
     def _step_lines(self) -> list[str]:
         described, predicted = self._described, self._predicted()
