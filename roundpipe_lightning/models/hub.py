@@ -1,15 +1,56 @@
-"""Folders on the Hugging Face hub."""
+"""What is read from the Hugging Face hub, and folders that are written to it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from roundpipe_lightning.errors import ModelSourceError
 
 _ERRORS = (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError)
+
+
+def unreadable(what: str, name: str, error: Exception, *, otherwise: str) -> ModelSourceError:
+    """Say in a line why something is not read, and what to do.
+
+    Args:
+        what: What is read, for the message.
+        name: A name on the hub, or a local folder.
+        error: What transformers raised.
+        otherwise: What to do where it is not the name, the revision or the access that is wrong.
+    """
+    causes: list[BaseException | None] = [error]
+    while causes[-1] is not None:
+        causes.append(causes[-1].__cause__ or causes[-1].__context__)
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    cause = lines[0] if lines else type(error).__name__
+    if any(isinstance(each, GatedRepoError) for each in causes):  # is a RepositoryNotFoundError
+        return ModelSourceError(
+            f"{what} is gated or private ({cause}). Ask for access on its page on the hub, then "
+            "log in (`hf auth login`) or set HF_TOKEN. A local folder with its files does as well: "
+            "model=path/to/folder."
+        )
+    if any(isinstance(each, RevisionNotFoundError) for each in causes):
+        return ModelSourceError(
+            f"{what} has no such revision on the hub ({cause}). Set model.revision to a branch, "
+            "tag or commit that its page shows, or to null for the newest."
+        )
+    if any(isinstance(each, RepositoryNotFoundError) for each in causes):
+        return ModelSourceError(
+            f"{what} is neither on the hub nor a folder here ({cause}). Look at the spelling "
+            "(owner/name); if it is private, log in (`hf auth login`) or set HF_TOKEN."
+        )
+    place = "the local folder" if Path(name).is_dir() else "the Hugging Face hub"
+    return ModelSourceError(f"{what} cannot be loaded from {place} ({cause}). {otherwise}")
 
 
 def make_repository(name: str) -> None:

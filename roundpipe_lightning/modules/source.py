@@ -4,7 +4,6 @@ import contextlib
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,7 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
+from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
+from roundpipe_lightning.models.hub import unreadable
 from roundpipe_lightning.models.load import LoadOptions, load_pretrained
 from roundpipe_lightning.models.quantized import quantize_frozen
 from roundpipe_lightning.models.weight_files import check_can_map, check_has_weights
@@ -301,19 +301,12 @@ def _explained(hub_name: str) -> Iterator[None]:
     except RoundPipeError:
         raise  # it says itself what is wrong
     except (OSError, ValueError) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        cause = lines[0] if lines else type(error).__name__
-        place = "the local folder" if Path(hub_name).is_dir() else "the Hugging Face hub"
-        if "gated repo" in str(error) or "401 Client" in str(error):
-            raise ModelSourceError(
-                f"{hub_name!r} is gated or private ({cause}). Ask for access on its page on the "
-                "hub, then log in (`hf auth login`) or set HF_TOKEN. A local folder with its files "
-                "does as well: model=path/to/folder."
-            ) from error
-        raise ModelSourceError(
-            f"{hub_name!r} cannot be loaded from {place} ({cause}). Ways out: set model.hub_name "
-            "to a local folder that holds config.json and the safetensors files; or use "
-            "model.weights=random, which needs no hub; or fill the cache on a machine that "
-            f"reaches the hub (`hf download {hub_name}`) and point HF_HOME to it here, with "
-            "HF_HUB_OFFLINE=1."
+        raise unreadable(
+            repr(hub_name),
+            hub_name,
+            error,
+            otherwise="Ways out: set model.hub_name to a local folder that holds config.json and "
+            "the safetensors files; or use model.weights=random, which needs no hub; or fill the "
+            f"cache on a machine that reaches the hub (`hf download {hub_name}`) and point HF_HOME "
+            "to it here, with HF_HUB_OFFLINE=1.",
         ) from error

@@ -14,6 +14,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
 from typing_extensions import override
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+from roundpipe_lightning.models.hub import unreadable
 
 _SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 _TEMPLATE = (
@@ -38,23 +39,26 @@ class TokenizerSource:
         revision: Branch, tag or commit on the hub; None: the newest.
         chat_template: File with a Jinja template that takes the place of the tokenizer's own.
         pad_token: A token of the vocabulary to pad with, for tokenizers that have none.
+        trust_remote_code: Whether Python code that comes with it may run.
     """
 
     name: str | None = None
     revision: str | None = None
     chat_template: str | None = None
     pad_token: str | None = None
+    trust_remote_code: bool = False
 
     def load(self) -> Any:
         """The tokenizer.
 
         Raises:
             ModelSourceError: It cannot be found, or is none.
-            ConfigurationError: The template's file is missing or the pad token is unknown.
+            ConfigurationError: The template's file is missing, the pad token is unknown, or it has
+                code of its own that may not run.
         """
         if self.name is None:
             return self._completed(byte_level_tokenizer())
-        return self._completed(_pretrained(AutoTokenizer, self.name, self.revision))
+        return self._completed(_pretrained(AutoTokenizer, self))
 
     def _completed(self, tokenizer: Any) -> Any:
         if self.chat_template is not None:
@@ -94,7 +98,7 @@ class ProcessorSource(TokenizerSource):
                 "of the hub or of a folder."
             )
         try:
-            processor = _pretrained(AutoProcessor, self.name, self.revision)
+            processor = _pretrained(AutoProcessor, self)
         except ImportError as error:  # of its videos, say
             lines = [line for line in str(error).splitlines() if line.strip()]
             raise ConfigurationError(
@@ -151,15 +155,22 @@ def byte_level_tokenizer(
     )
 
 
-def _pretrained(kind: Any, name: str, revision: str | None) -> Any:
-    at = {} if revision is None else {"revision": revision}
-    try:
-        return kind.from_pretrained(name, **at)
+def _pretrained(kind: Any, source: TokenizerSource) -> Any:
+    name = source.name
+    assert name is not None
+    at = {} if source.revision is None else {"revision": source.revision}
+    try:  # without a word on code of its own, transformers would ask at the keyboard
+        return kind.from_pretrained(name, trust_remote_code=source.trust_remote_code, **at)
     except (OSError, ValueError) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        place = "the local folder" if Path(name).is_dir() else "the Hugging Face hub"
-        raise ModelSourceError(
-            f"The tokenizer {name!r} cannot be loaded from {place} "
-            f"({lines[0] if lines else type(error).__name__}). Set data.tokenizer.name to a folder "
-            "that holds tokenizer.json and tokenizer_config.json, or to null for bytes."
+        if "trust_remote_code" in str(error):
+            raise ConfigurationError(
+                f"The tokenizer {name!r} wants to run code of its own. It is refused unless "
+                "model.trust_remote_code=true; read the code first."
+            ) from error
+        raise unreadable(
+            f"The tokenizer {name!r}",
+            name,
+            error,
+            otherwise="Set data.tokenizer.name to a folder that holds tokenizer.json and "
+            "tokenizer_config.json, or to null for bytes.",
         ) from error

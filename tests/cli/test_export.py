@@ -214,7 +214,7 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
 
 
 def test_an_export_has_a_card_and_goes_to_the_hub(run: Path) -> None:
-    with hub() as server:
+    with hub(run / "cache") as server:
         folder = run_export(f"ckpt_path={checkpoint_of(run)}", "push_to_hub=me/mine")
     files = server.repositories["me/mine"]
     assert set(files) == {path.name for path in folder.iterdir()}
@@ -241,6 +241,6 @@ def test_the_card_of_an_adapter_names_its_base(tmp_path: Path) -> None:
 
 def test_a_hub_that_refuses_is_explained_before_anything_is_written(run: Path) -> None:
     message = r"push_to_hub='me/mine': .*401.* log in with a token that may write"
-    with hub(token="hf_other"), pytest.raises(ModelSourceError, match=message):
+    with hub(run / "cache", token="hf_other"), pytest.raises(ModelSourceError, match=message):
         run_export(f"ckpt_path={checkpoint_of(run)}", "push_to_hub=me/mine")
     assert not (run / "export").exists()
