@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import datasets.config
 import huggingface_hub
@@ -105,10 +105,6 @@ class _Requests(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._answer(401, {"error": "Invalid username or password."})
         parts = self.path.strip("/").split("/")
-        if parts[4:5] == ["paths-info"]:
-            files = self.server.repositories["/".join(parts[1:4])]
-            wanted = parse_qs(body.decode())["paths"]
-            return self._answer(200, [_entry(f, files[f]) for f in wanted if f in files])
         if self.path == "/api/validate-yaml":
             return self._answer(200, {"errors": [], "warnings": []})
         if self.path == "/api/repos/create":
