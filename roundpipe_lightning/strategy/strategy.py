@@ -652,7 +652,8 @@ class RoundPipeStrategy(OneProcessStrategy):
         trainer: Any = self._module.trainer
         idle = (LightningModule.on_save_checkpoint, Callback.on_save_checkpoint)
         hooks = (self._module, *trainer.callbacks)
-        looks = any(type(each).on_save_checkpoint not in idle for each in hooks)
+        found = (each.on_save_checkpoint for each in hooks)  # in the object itself, perhaps
+        looks = any(getattr(hook, "__func__", None) not in idle for hook in found)
         return type(self.checkpoint_io) is RoundPipeCheckpointIO and not looks
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

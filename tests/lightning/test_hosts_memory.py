@@ -45,10 +45,9 @@ class Wide(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def resident_share(parameter: Tensor) -> float:
-    """Return how much of a parameter's memory has pages."""
-    begin = parameter.untyped_storage().data_ptr()
-    num = -(-parameter.untyped_storage().nbytes() // mmap.PAGESIZE)
+def resident_share(begin: int, num_bytes: int) -> float:
+    """Return how much of some memory has pages."""
+    num = -(-num_bytes // mmap.PAGESIZE)
     pages = (ctypes.c_ubyte * num)()
     found = ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), num * mmap.PAGESIZE, pages)
     assert found == 0
@@ -67,6 +66,8 @@ class Looking(Callback):
         self._folder, self._is_alone = folder, is_alone
         self.shares: list[float] = []
         self.read: list[Tensor] = []
+        self.saved: list[Tensor] = []
+        self._places: list[tuple[int, int]] = []
         self.at_addresses: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
@@ -80,12 +81,20 @@ class Looking(Callback):
         if step == 3:
             trainer.save_checkpoint(self._folder / "late.ckpt")
             trainer.save_checkpoint(self._folder / "weights.ckpt", weights_only=True)
+        if step == 1:
+            memory = [layer.weight.untyped_storage() for layer in module.layers]
+            self._places = [(each.data_ptr(), each.nbytes()) for each in memory]
+            return
         trainer.strategy.join_updates()  # type: ignore[attr-defined]
-        with ThreadPoolExecutor(1) as thread:  # where a look brings nothing
-            matrices = [layer.weight for layer in module.layers]
-            self.shares += thread.map(resident_share, matrices)
+        self.shares += [resident_share(*place) for place in self._places]
         if step == 3:
             self.read += [p.detach().clone() for p in module.parameters()]
+        if step == 4:
+            module.on_save_checkpoint = self.look  # as LambdaCallback does
+            trainer.save_checkpoint(self._folder / "looked.ckpt", weights_only=True)
+
+    def look(self, checkpoint: dict[str, Any]) -> None:
+        self.saved += [values.clone() for values in checkpoint["state_dict"].values()]
 
 
 def train(rank: int, folder: Path) -> Looking:
@@ -119,6 +128,8 @@ def test_a_host_has_pages_of_what_it_owns(tmp_path: Path) -> None:
         assert seen.shares
         assert max(seen.shares) < 0.6
     assert torch.equal(second.at_addresses[0], second.read[0])
+    assert first.saved
+    assert all(map(torch.equal, first.saved, second.saved))
     saved = torch.load(tmp_path / "late.ckpt", weights_only=False)
     weights = torch.load(tmp_path / "weights.ckpt", weights_only=False)["state_dict"]
     expected = zip(first.read, second.read[1:], saved["state_dict"].values(), strict=True)
@@ -131,7 +142,7 @@ def test_a_host_has_pages_of_what_it_owns(tmp_path: Path) -> None:
 
 
 class Reading(Dataset[Tensor]):
-    """Looks at a parameter, in a loader's process."""
+    """Looks at a parameter, in a loader's process or in a thread."""
 
     def __init__(self, module: Wide) -> None:
         self._module = module
@@ -140,10 +151,14 @@ class Reading(Dataset[Tensor]):
         return 16
 
     def __getitem__(self, index: int) -> Tensor:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(self._look).result()
+
+    def _look(self) -> Tensor:
         return torch.ones(WIDTH) * float(self._module.head.weight.detach()[0, 0])
 
 
-def train_reading(rank: int, folder: Path) -> None:
+def train_reading(rank: int, folder: Path, num_workers: int) -> None:
     module = Wide()
     trainer = make_trainer(
         folder / f"host{rank}",
@@ -153,13 +168,21 @@ def train_reading(rank: int, folder: Path) -> None:
         max_steps=2,
     )
     loader = DataLoader(
-        Reading(module), batch_size=2, num_workers=1, multiprocessing_context="fork"
+        Reading(module),
+        batch_size=2,
+        num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,
     )
     trainer.fit(module, loader)
 
 
-def test_a_loaders_process_is_refused(tmp_path: Path) -> None:
-    """Its memory is that of its host, with zeros for what others own."""
-    for seen in run_on_hosts(2, train_reading, tmp_path):
+@pytest.mark.parametrize(
+    ("num_workers", "where"), [(1, "a process of a loader"), (0, "a thread that is not the")]
+)
+def test_who_cannot_have_all_values_is_refused(
+    tmp_path: Path, num_workers: int, where: str
+) -> None:
+    """Memory is that of the host, with zeros for what others own."""
+    for seen in run_on_hosts(2, train_reading, tmp_path, num_workers):
         assert type(seen) is ConfigurationError
-        assert "looks at parameters in a process of a loader" in str(seen)
+        assert f"looks at parameters in {where}" in str(seen)

@@ -422,14 +422,14 @@ class Updater:
         """Finish what was submitted and join the thread. An error nobody joined for is lost."""
         self._jobs.put(None)
         self._thread.join()
+        if self._exchange is not None:
+            self._exchange.close()  # what arrives afterwards would be in part again
         if self.hosts is not None and self.hosts.round_rest():
             warnings.warn(
                 "The training has ended before its time: of the parameters this host has now only "
                 "16 bits where others own them. Load the last checkpoint.",
                 stacklevel=2,
             )
-        if self._exchange is not None:
-            self._exchange.close()
         self._store.uses_previous = False
         self._store.updates.clear()
 

@@ -20,6 +20,7 @@ waits for that (`parameter_watch.py`).
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -90,7 +91,7 @@ class OptimizerSync:
             and not check_gradients
         )
         self._has_hosts = runtime.hosts is not None
-        self._process = os.getpid()
+        self._place = os.getpid(), threading.get_ident()
         self._whole = {o: reason_not_separable(o) for o in optimizers if self._overlaps}
         self._warned: set[CodeType | str] = set()
         self._num_steps = 0
@@ -100,7 +101,11 @@ class OptimizerSync:
         self._stepped_early: Collection[Tensor] = ()  # in the last step
         precision.takes_clipping = self._take_clipping
         if self._overlaps:
-            self._watch = runtime.watch = ParameterWatch(optimizers, on_access=self._before_access)
+            self._watch = runtime.watch = ParameterWatch(
+                optimizers,
+                on_access=self._before_access,
+                heeds_others=runtime.divides_parameters,
+            )
             self._watch.watch()
             self._say_what_waits()
 
@@ -333,8 +338,8 @@ class OptimizerSync:
         """Wait for the step that others may see half made."""
         if what is Access.ADDRESS and not self._has_hosts:
             return
-        if self._has_hosts and os.getpid() != self._process:
-            self._refuse_in_child(what, frame)
+        if self._has_hosts and self._place != (os.getpid(), threading.get_ident()):
+            self._refuse_elsewhere(what, frame)
             return
         # Before the first step every host has the whole state, if a checkpoint has given it any.
         is_divided = what is Access.GRADIENT or (what is Access.STATE and self._num_steps > 0)
@@ -366,12 +371,14 @@ class OptimizerSync:
         if what in (Access.VALUES, Access.ADDRESS):
             self._runtime.make_whole()
 
-    def _refuse_in_child(self, what: Access, frame: FrameType) -> None:
-        """Refuse what a forked process, a loader's, cannot have: its memory is this host's part."""
+    def _refuse_elsewhere(self, what: Access, frame: FrameType) -> None:
+        """Refuse what cannot be had in a forked process, or while the Trainer goes on."""
+        is_here = os.getpid() == self._place[0]
+        where = "a thread that is not the Trainer's" if is_here else "a process of a loader"
         if what in (Access.VALUES, Access.ADDRESS) and self._runtime.divides_parameters:
             raise ConfigurationError(
-                f"{describe_code(frame)} looks at parameters in a process of a loader, where each "
-                "of several hosts has only a part of them. Look at them in a hook, set the "
+                f"{describe_code(frame)} looks at parameters in {where}, where each of several "
+                "hosts has only a part of them. Look at them in a hook, set the "
                 "loader's num_workers=0, or leave upload_dtype out; see docs/nodes.md."
             )
 

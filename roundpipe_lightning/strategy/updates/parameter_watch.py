@@ -90,6 +90,7 @@ class ParameterWatch:
     Args:
         on_access: Called before code that is not ours looks at something: at what, the frame of
             that code, and the parameter, if there is one. It waits for the step.
+        heeds_others: Whether it is called in other threads, too.
 
     Attributes:
         was_touched: Whether values may have been written to since this was set to False.
@@ -102,9 +103,10 @@ class ParameterWatch:
         optimizers: Sequence[Optimizer],
         *,
         on_access: Callable[[Access, FrameType, Tensor | None], None],
+        heeds_others: bool = False,
     ) -> None:
         self.was_touched = self.may_be_kept = False
-        self.sees_all = True
+        self.sees_all, self._heeds_others = True, heeds_others
         self._optimizers = optimizers
         self._on_access = on_access
         self._thread = threading.get_ident()
@@ -186,14 +188,15 @@ class ParameterWatch:
 
     def note(self, what: Access, parameter: Tensor | None = None) -> None:
         """Let whoever looks at something wait, if it is not our own code."""
-        if threading.get_ident() != self._thread:
+        is_other = threading.get_ident() != self._thread
+        if is_other and not self._heeds_others:
             return
         frame, is_zeroing = _code_that_looks()
         if frame is None:
             return
         if what is Access.GRADIENT and is_zeroing:
             what = Access.ZEROING
-        if what is Access.VALUES:
+        if what is Access.VALUES and not is_other:
             self.was_touched = self.may_be_kept = True
         self._on_access(what, frame, parameter)
 
