@@ -231,7 +231,11 @@ def loss_with_gradients(
             raise RuntimeError(_TWICE)
         own = held.pop()
         ratio = arriving / torch.full_like(arriving, backward_scale)
-        return own if ratio.item() == 1.0 else tuple(g * ratio.item() for g in own)
+        factor = ratio.item()
+        if factor == 1.0:
+            return own
+        # In place: a second set would be as large as the model. Sparse ones would seem uncoalesced.
+        return tuple(g * factor if g.is_sparse else g.mul_(factor) for g in own)
 
     return _attach(take, loss, *gradients)
 

@@ -149,7 +149,8 @@ def test_evaluation_and_prediction_equal_one_device_to_the_bit(tmp_path: Path) -
 # The graph of one node ---------------------------------------------------------------------------
 
 
-def test_held_gradients_are_handed_out_once_and_not_copied() -> None:
+@pytest.mark.parametrize("factor", [1, 3])
+def test_held_gradients_are_handed_out_once_and_not_copied(factor: int) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     gradient = torch.ones(3)
     address = gradient.data_ptr()
@@ -157,9 +158,9 @@ def test_held_gradients_are_handed_out_once_and_not_copied() -> None:
         torch.tensor(2.0), gradients={parameter: gradient}, backward_scale=0.25
     )
     del gradient
-    (loss / 4).backward()
+    (factor * loss / 4).backward()
     assert parameter.grad is not None
-    assert torch.equal(parameter.grad, torch.ones(3))
+    assert torch.equal(parameter.grad, factor * torch.ones(3))
     assert parameter.grad.data_ptr() == address
     again = loss_with_gradients(
         torch.tensor(2.0), gradients={parameter: torch.ones(3)}, backward_scale=1.0
