@@ -240,7 +240,7 @@ def measure_memory(given: argparse.Namespace) -> dict[str, Any]:
         for less, more in zip(few, many, strict=True)
     ]
     whole, divided = (4, 8) if given.precision == "32-true" else (2, 12)
-    gradients = 4 if given.accumulate > 1 else 4 / given.hosts
+    gradients = 8 if given.accumulate > 1 else 4 / given.hosts
     formula = whole + divided / given.hosts + gradients
     return {
         "bytes_per_parameter": measured,

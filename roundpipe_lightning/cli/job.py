@@ -338,7 +338,8 @@ class Job:
             options=options,
             optimizers=self._optimizers(),
             mapped=self.source.keeps_weights_in_files,
-            steps_at_end=self.num_batches > 1 or bool(self.config.trainer.get("gradient_clip_val")),
+            accumulates=self.num_batches > 1,
+            clips=bool(self.config.trainer.get("gradient_clip_val")),
         )
 
     @property

@@ -161,7 +161,8 @@ class PipelineRuntime:
             options=options,
             optimizers=optimizers,
             num_nodes=1 if hosts is None else hosts.num,
-            steps_at_end=bool(trainer.gradient_clip_val) or trainer.accumulate_grad_batches != 1,
+            accumulates=trainer.accumulate_grad_batches != 1,
+            clips=bool(trainer.gradient_clip_val),
         )
         self.plan = self._planner.first_plan()
         shares_memory = [device.shares_host_memory for device in devices]

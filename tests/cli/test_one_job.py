@@ -46,6 +46,7 @@ def test_what_is_planned_is_what_runs(tmp_path: Path) -> None:
         ("trainer.precision=bf16-true", "gradients", 1 / 2),
         ("+trainer.strategy.gradient_dtype=bf16", "gradients", 1 / 2),
         ("optimizer=sgd", "optimizer state", 4 / 8),
+        ("trainer.accumulate_grad_batches=2", "gradients", 2),
         ("train=false", "optimizer state", 0),
     ],
 )

@@ -16,6 +16,7 @@ from torchmetrics.aggregation import MeanMetric
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.errors import ConfigurationError, PlanError
+from roundpipe_lightning.planning.cost.device_memory import MemoryKind
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
@@ -40,7 +41,7 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 SAY = "lightning.pytorch.utilities.rank_zero"
 
 
-FLAGS = ("callbacks", "precision", "detect_anomaly")
+FLAGS = ("callbacks", "precision", "detect_anomaly", "accumulate_grad_batches")
 
 
 def fit(
@@ -190,6 +191,20 @@ def test_a_longer_batch_is_planned_anew_and_a_shorter_one_is_not() -> None:
     loader: Any = torch.utils.data.DataLoader(data, batch_size=None)  # type: ignore[arg-type]
     fit(Path(), module, loader, steps=5, callbacks=[Watch()])
     assert planned == [1, 1, 2, 2, 3]
+
+
+def test_gradients_are_counted_twice_where_batches_are_accumulated(tmp_path: Path) -> None:
+    counted: list[int] = []
+
+    class Watch(Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            trainer.strategy.plan_listeners.append(
+                lambda event: counted.append(event.description.memory.host.of(MemoryKind.GRADIENTS))
+            )
+
+    for window in (1, 2):
+        fit(tmp_path, steps=1, callbacks=[Watch()], accumulate_grad_batches=window)
+    assert counted[1] == 2 * counted[0] > 0
 
 
 def test_hints_are_kept_where_buffers_are_only_read(tmp_path: Path) -> None:

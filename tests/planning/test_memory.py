@@ -88,24 +88,24 @@ def test_a_host_is_counted_by_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "master_bytes", "per_parameter"),
+    ("layout", "master_bytes", "num_gradients", "per_parameter"),
     [
-        (LAYOUT, 4, 2 + 16 / 4),
-        (replace(LAYOUT, num_microbatches=8), 4, 2 + 12 / 4 + 4),  # two rounds
-        (replace(LAYOUT, num_batches=2), 4, 2 + 12 / 4 + 4),
-        (LAYOUT, 0, 2 + 12 / 4),  # uploads of what is trained
+        (LAYOUT, 4, 1, 2 + 16 / 4),
+        (replace(LAYOUT, num_microbatches=8), 4, 1, 2 + 12 / 4 + 4),  # two rounds
+        (LAYOUT, 4, 2, 2 + 12 / 4 + 8),  # those of the batches before, and the batch's own
+        (LAYOUT, 0, 1, 2 + 12 / 4),  # uploads of what is trained
     ],
 )
 def test_hosts_divide_what_they_have_of_blocks(
-    layout: PipelineLayout, master_bytes: int, per_parameter: float
+    layout: PipelineLayout, master_bytes: int, num_gradients: int, per_parameter: float
 ) -> None:
     """Head and tail are uploaded themselves, and their gradients leave at the end."""
     machine = replace(memory().hardware, num_nodes=4)
     storage = ParameterStorage(master_bytes=master_bytes)
-    model = memory(hardware=machine, storage=storage)
+    model = memory(hardware=machine, storage=storage, accumulates=num_gradients > 1)
     need = model.report(layout, shape=SHAPE).host
     kinds = (MemoryKind.WEIGHTS, MemoryKind.MASTERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER)
-    others = 5_000 * (2 + master_bytes / 2 + 4 + 8 / 4)
+    others = 5_000 * (2 + master_bytes / 2 + 4 * num_gradients + 8 / 4)
     others += (layout.num_rounds - 1) * 5_000 * 4
     assert sum(need.of(kind) for kind in kinds) == 4 * 5_000 * per_parameter + others
 

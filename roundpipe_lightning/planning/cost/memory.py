@@ -1,10 +1,11 @@
 """Device and host memory that a plan needs, by kind, against the memory there is.
 
 `Footprint` is the model of a device. The host holds for every parameter its 16-bit copy (compressed
-where frozen), and where it is trained its master, gradient and optimizer state; gradients of head
-and tail, which wait for those of other uses and rounds; the boundaries that BACKWARD stages start
-from, of two rounds (and attention's outputs, where a selective recompute keeps them); and two
-page-locked slots per device where weights are not page-locked themselves.
+where frozen), and where it is trained its master, gradient and optimizer state; a second gradient
+where batches are accumulated: all of a batch's are added to those before when it has ended;
+gradients of head and tail, which wait for those of other uses and rounds; the boundaries that
+BACKWARD stages start from, of two rounds (and attention's outputs, where a selective recompute
+keeps them); and two page-locked slots per device where weights are not page-locked themselves.
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ class MemoryReport:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """A model on a machine, of which plans are asked."""
+    """A model on a machine, of which plans are asked; its batches may be accumulated."""
 
     work: WorkProfile
     hardware: HardwareSpec
     storage: ParameterStorage = field(default_factory=ParameterStorage)
+    accumulates: bool = False
 
     def report(self, layout: PipelineLayout, *, shape: MicrobatchShape) -> MemoryReport:
         device = self.footprint(shape).need(layout)
@@ -135,10 +137,10 @@ class MemoryModel:
         pass: they leave then. Those of head and tail leave at the end.
         """
         blocks: float = self._num_in_blocks
-        if layout.num_rounds == layout.num_batches == 1:
+        if layout.num_rounds == 1 and not self.accumulates:
             blocks /= self.hardware.num_nodes
         others = self.work.num_trainable - self._num_in_blocks
-        return (blocks + others) * self.storage.gradient_bytes
+        return (1 + self.accumulates) * (blocks + others) * self.storage.gradient_bytes
 
     @cached_property
     def _masters(self) -> float:

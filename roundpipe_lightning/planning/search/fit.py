@@ -49,8 +49,8 @@ class TrainingJob:
         effort: How long to search per team and round size. `QUICK`: some even stages alone, in
             teams of 1 or of all, to compare jobs with each other or to show that one fits.
         joined: Whether the microbatches are pieces of one batch, as in `PipelineConfig`.
-        steps_at_end: Whether no block is stepped before all gradients are there, for clipping or
-            accumulation.
+        accumulates: Whether a step is of several batches, even where one alone is planned.
+        clips: Whether gradients are clipped, so that no block is stepped before all are there.
     """
 
     work: WorkProfile
@@ -65,11 +65,17 @@ class TrainingJob:
     timing: UpdateTiming = UpdateTiming.AFTER_STEP
     effort: Effort = field(default_factory=Effort)
     joined: bool = False
-    steps_at_end: bool = False
+    accumulates: bool = False
+    clips: bool = False
 
     @cached_property
     def memory(self) -> MemoryModel:
-        return MemoryModel(work=self.work, hardware=self.hardware, storage=self.storage)
+        return MemoryModel(
+            work=self.work,
+            hardware=self.hardware,
+            storage=self.storage,
+            accumulates=self.accumulates,
+        )
 
     @cached_property
     def profile(self) -> ModelProfile:
@@ -108,7 +114,7 @@ class TrainingJob:
             self.work,
             storage=self.storage,
             hardware=self.hardware,
-            steps_at_end=self.steps_at_end,
+            steps_at_end=self.clips or self.accumulates,
         )
 
     def report(self, layout: PipelineLayout) -> MemoryReport:

@@ -85,7 +85,7 @@ class StepPlanner:
         optimizers: The optimizers of the training; none for an evaluation.
         mapped: Whether frozen weights stay in their files, where the parameters do not say so.
         num_nodes: Hosts; None: as the machine says.
-        steps_at_end: As of `TrainingJob`.
+        accumulates, clips: As of `TrainingJob`.
 
     Attributes:
         chain: The calls that are planned for: each stack once, then what a step has called.
@@ -108,7 +108,8 @@ class StepPlanner:
         optimizers: Sequence[Optimizer] = (),
         mapped: bool = False,
         num_nodes: int | None = None,
-        steps_at_end: bool = False,
+        accumulates: bool = False,
+        clips: bool = False,
     ) -> None:
         self._module = module
         self._stack = stacks[0] if stacks else None
@@ -125,7 +126,7 @@ class StepPlanner:
             accelerators=accelerators_of(devices),
         )
         self.machine = replace(self.machine, num_nodes=num_nodes or self.machine.num_nodes)
-        self._steps_at_end = steps_at_end
+        self._accumulates, self._clips = accumulates, clips
         rounds = precision.stochastic_rounding
         moves = optimizers and not computes_on_host
         upload_dtype = upload_dtype_of(options, precision) if moves else None
@@ -409,7 +410,8 @@ class StepPlanner:
             hints=self._constraints.completed(hints, step, count, shape),
             effort=effort,
             joined=step.is_joined and count > 1,
-            steps_at_end=self._steps_at_end,
+            accumulates=self._accumulates,
+            clips=self._clips,
         )
 
     def _plan_job(
