@@ -1,3 +1,6 @@
+import contextlib
+import json
+import socket
 from concurrent.futures import Future
 from typing import Any
 
@@ -5,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from roundpipe_lightning.engine.exchange.watch import Watch
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.update import hosts_update
 from roundpipe_lightning.engine.update.hosts_update import JointStep, NormClip
@@ -53,3 +57,19 @@ def test_parameters_that_the_module_has_not_come_in_the_optimizers_order() -> No
         unit = updater._in_order(reversed(others))[-1]
     store.close()
     assert [p.numel() for p in unit.parameters] == list(range(39, 0, -1))
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.0\r\n", b"5\n", b'{"why": "it ended", "peer": 1}\n']
+)
+def test_a_stranger_who_comes_ends_nothing(said: bytes) -> None:
+    watch = Watch(0, main=("127.0.0.1", 1))
+    watch.begin([watch.address, ("127.0.0.1", 1, "")])
+    with socket.create_connection(watch.address[:2]) as host, host.makefile() as heard:
+        host.sendall(json.dumps({"rank": 1, "secret": watch.address[2]}).encode() + b"\n")
+        with socket.create_connection(watch.address[:2]) as stranger:
+            stranger.sendall(said)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""  # it has been heard
+        watch.close("is done")
+        assert "is done" in heard.readlines()[-1]

@@ -42,13 +42,16 @@ class Peer:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[Any] | None:
-        """Return what it has said; None: it has ended."""
+        """Return what it has said; None: it has ended, or speaks of something else."""
         try:
             new = self.connection.recv(1 << 16)
         except OSError:
             new = b""
         *lines, self._unread = (self._unread + new).split(b"\n")
-        return [json.loads(line) for line in lines] if new else None
+        try:
+            return [dict(json.loads(line)) for line in lines] if new else None
+        except (TypeError, ValueError):
+            return None
 
 
 class Beats:
@@ -111,6 +114,7 @@ class Beats:
     def _remove(self, peer: Peer, why: str, **said: Any) -> None:
         self._selector.unregister(peer.connection)
         self._peers.remove(peer)
+        peer.connection.close()
         if peer.rank is not None:
             tell({"host": peer.rank, "why": why, **said})
 
@@ -119,13 +123,13 @@ class Beats:
         if said is None:
             self._remove(peer, "has ended")
         for message in said or ():
+            if peer.rank is None and message.get("secret") != self._secret:
+                self._remove(peer, "is a stranger")
+                return
             if "why" in message:
                 self._remove(peer, **message)
                 return
             if peer.rank is None:
-                if message.get("secret") != self._secret:
-                    self._remove(peer, "is a stranger")
-                    return
                 peer.rank = message["rank"]
                 self._awaited.discard(peer.rank)
             peer.is_stopped = "stopped" in message

@@ -93,14 +93,15 @@ class Watch:
             self._tells.flush()
 
     def _listen(self) -> None:
-        for line in self._told:
-            told = json.loads(line)
-            is_expected = told.get("expected", False)
-            if is_expected not in self._lost:
-                self._lost[is_expected] = (told.get("of", told["host"]), told["why"])
-                self._changed.set()
-                if not is_expected and self._previous is not None:
-                    threading.Thread(target=self._insist, daemon=True).start()
+        with self._told:
+            for line in self._told:
+                told = json.loads(line)
+                is_expected = told.get("expected", False)
+                if is_expected not in self._lost:
+                    self._lost[is_expected] = (told.get("of", told["host"]), told["why"])
+                    self._changed.set()
+                    if not is_expected and self._previous is not None:
+                        threading.Thread(target=self._insist, daemon=True).start()
         self._process.wait()
 
     def _heed(self, *_: Any) -> None:
