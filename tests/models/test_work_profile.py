@@ -93,6 +93,12 @@ def test_windows_and_full_attention_in_turn_are_two_kinds_of_blocks() -> None:
 @dataclass
 class _Encoding:
     bits: int
+    shape: torch.Size = torch.Size((4, 4))  # noqa: RUF009
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "bits":
+            raise ValueError("as transformers' configurations say of what differs between layers")
+        return super().__getattribute__(name)
 
 
 class _Numbered(nn.Module):
@@ -110,7 +116,7 @@ class _Numbered(nn.Module):
     [
         ([0.5] * 5, [0] * 5),
         ([F.relu] * 5, [0] * 5),
-        ([_Encoding(number) for number in (4, 4, 4, 8, 8)], [0, 0, 0, 1, 1]),
+        ([{"a": {"b": _Encoding(number)}} for number in (4, 4, 4, 8, 8)], [0, 0, 0, 1, 1]),
         ([(1, 0), (0, 1)], [0, 1]),
         ([False, True], [0, 1]),
         ([1, 2], [0, 1]),

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
@@ -312,13 +313,14 @@ def _described(value: Any, depth: int = 0) -> str:
         return ""  # described by itself
     held: Sequence[Any] | None = None
     if isinstance(value, Mapping):
-        held = [*value.items()]
+        held = list(itertools.chain.from_iterable(value.items()))
     elif isinstance(value, list | tuple):
         held = value
     elif isinstance(value, set | frozenset):
         held = sorted(value, key=repr)
-    elif is_dataclass(value) and not isinstance(value, type):
-        held = [getattr(value, one.name) for one in fields(value)]
+    elif is_dataclass(value) and hasattr(value, "__dict__") and not isinstance(value, type):
+        # not by getattr: transformers' configurations refuse to give what differs between layers
+        held = list(itertools.chain.from_iterable(vars(value).items()))
     elif isinstance(value, partial):
         held = (value.func, value.args, value.keywords)
     elif isinstance(value, MethodType):
