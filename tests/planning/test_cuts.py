@@ -9,7 +9,7 @@ from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.partition_table import Evaluator
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
-from roundpipe_lightning.planning.search.evolve import Effort, search_partitions
+from roundpipe_lightning.planning.search.evolve import Effort, PartitionSearch
 from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
 from roundpipe_lightning.planning.search.planner import plan_training
 from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
@@ -42,7 +42,7 @@ def test_even_and_searched_partitions_keep_the_cuts_and_the_limits(
     even = even_partitions(profile, limits=limits)
     assert even
     evaluator = Evaluator(profile=profile, num_workers=3, rounds=(4,), hop_seconds=0.1)
-    found = search_partitions(evaluator, even=even, limits=limits, effort=QUICK)
+    found = PartitionSearch(evaluator=evaluator, limits=limits, effort=QUICK).best(even)
     for partition in (*even, *found):
         assert keeps_cuts(partition, profile.cuts)
         assert keeps_limits(partition, limits)

@@ -11,7 +11,7 @@ from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.evolve import Effort, search_partitions
+from roundpipe_lightning.planning.search.evolve import Effort, PartitionSearch
 from roundpipe_lightning.planning.search.partition import (
     StageLimits,
     balanced_cuts,
@@ -117,12 +117,10 @@ def test_uneven_stages_beat_even_ones_and_the_search_repeats_itself() -> None:
     profile = uniform_profile(28, tail=3.0)
     evaluator = Evaluator(profile=profile, num_workers=8, rounds=(16,), hop_seconds=0.2)
     limits = StageLimits(forward=28, backward=4, fused=4)
-    best = search_partitions(
-        evaluator,
-        even=even_partitions(profile, limits=limits),
-        limits=limits,
-        effort=Effort(num_actions=2_000_000),
+    search = PartitionSearch(
+        evaluator=evaluator, limits=limits, effort=Effort(num_actions=2_000_000)
     )
+    best = search.best(even_partitions(profile, limits=limits))
     even = [
         balanced_partition(profile, num_fused=fused, num_forward=forward, num_backward=backward)
         for fused in range(4)
@@ -131,10 +129,5 @@ def test_uneven_stages_beat_even_ones_and_the_search_repeats_itself() -> None:
     ]
     table = PartitionTable.of(even)
     assert simulated(evaluator, best[0]) < 0.98 * min(evaluator.makespans(table))
-    again = search_partitions(
-        evaluator,
-        even=even_partitions(profile, limits=limits),
-        limits=limits,
-        effort=Effort(num_actions=2_000_000),
-    )
+    again = replace(search, seconds={}).best(even_partitions(profile, limits=limits))
     assert again == best

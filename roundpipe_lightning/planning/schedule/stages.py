@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from roundpipe_lightning.errors import PlanError
 
@@ -290,16 +290,3 @@ def check_partition(
                 f"{block_names[cut]!r}, but other code runs between them, and no stage spans that. "
                 f"Cut there (the model's cuts are {tuple(cuts)}), or let the planner choose."
             )
-
-
-def grouped(counts: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Split stages' block counts by the calls that they lie in; no stage spans a cut."""
-    groups: list[list[int]] = []
-    stops = list(accumulate(lengths))
-    total = 0
-    for count in counts:
-        if not groups or total == stops[len(groups) - 1]:
-            groups.append([])
-        groups[-1].append(count)
-        total += count
-    return groups

@@ -20,6 +20,7 @@ from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout
 from roundpipe_lightning.planning.schedule.round_robin import split_rounds
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
+from roundpipe_lightning.planning.search.evolve import Effort, PartitionSearch
 from roundpipe_lightning.planning.search.limits import (
     describe_lack,
     even_share,
@@ -151,6 +152,11 @@ class Case:
             pipelines=tuple(dict.fromkeys(pipelines)),
             pipeline_share=_PIPELINE_SHARE,
             joined=config.round_size if config.joined else 0,
+        )
+
+    def search(self, effort: Effort) -> PartitionSearch:
+        return PartitionSearch(
+            evaluator=self.evaluator, limits=self.limits, effort=effort, fits=self.fits
         )
 
     def predict(self, partition: Partition) -> StepPrediction:

@@ -2,41 +2,34 @@
 
 Even stages are not the best: while the pipeline fills, every worker waits for all stages before its
 first, and while it drains, for all after its last. So good partitions have short FORWARD stages
-first that grow, and BACKWARD stages that shrink towards the end. The search is an evolution of such
-partitions (forward counts ascending, backward counts descending): on several islands, each from its
-own random start, the best of a generation are varied by moving a block, splitting or dissolving a
-stage, changing the fused stage, or taking the other half of another one, and `Evaluator` measures
-all children at once. The last island starts from the best of all others and also tries orders that
-are not sorted, which matter where blocks differ. Same arguments, same result: the random numbers
-are seeded.
+first that grow, and BACKWARD stages that shrink towards the end. The search begins with even
+partitions and varies the best ones: it moves blocks to other stages or to new ones, changes the
+fused stage, or takes the other half of another partition. `Evaluator` measures all variants at
+once. First stages stand in the order of their sizes; then in any order, which matters where blocks
+differ. Same arguments, same result: the random numbers are seeded.
 
 Cost: `Effort.num_actions` bounds the number of simulated actions, about 3e7 per second and core.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import gt
 from random import Random
 
 import numpy as np
 import numpy.typing as npt
 
 from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
-from roundpipe_lightning.planning.schedule.stages import Partition, call_lengths, grouped
+from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.partition import StageLimits
 
 Fits = Callable[[PartitionTable], npt.NDArray[np.bool_]]
 """Mask of the partitions of a table that fit the devices' memory."""
 
-_PATIENCE = 6  # generations without a better partition after which an island is left
-_ISLAND_GENERATIONS = 20  # per island, at most
-_NEIGHBOURS = 64  # partitions near the best one that are estimated at a time
-
-_ISLANDS_FUSED = (1_000_000, 0, 4, 1)
-"""Most blocks of the fused stage on each island in turn: plans with few need their own search."""
+_PATIENCE = 30  # generations without a better partition after which the search ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +40,7 @@ class Effort:
         num_actions: Actions to simulate, at most, in all generations together.
         num_children: Partitions per generation.
         num_parents: Partitions that survive a generation.
-        num_generations: Generations of all islands together, at most; 0: no search.
+        num_generations: Generations, at most; 0: no search.
         num_even: Numbers of stages to choose from among even partitions, about.
         num_verified_actions: Actions of the simulations, together, that even partitions get which
             might be better than what was found.
@@ -65,235 +58,121 @@ QUICK = Effort(num_generations=0, num_even=2, num_verified_actions=0)
 """A few even partitions alone."""
 
 
-def search_partitions(
-    evaluator: Evaluator,
-    *,
-    even: Sequence[Partition],
-    limits: StageLimits,
-    effort: Effort,
-    num_results: int = 8,
-    fits: Fits | None = None,
-) -> tuple[Partition, ...]:
-    """Return the best partitions found, the best first.
+@dataclass(eq=False, kw_only=True)
+class PartitionSearch:
+    """Partitions of one model with their estimated steps, of which the best are varied.
 
-    Args:
-        even: Partitions to begin with, from `even_partitions`.
+    Attributes:
         fits: Which partitions fit; None: all do.
     """
-    profile = evaluator.profile
-    if profile.num_blocks == 0:
-        return (Partition(forward=(), backward=(0,)),)
-    random = Random(0)
-    best = _Island(evaluator=evaluator, limits=limits, effort=effort, random=random, fits=fits)
-    best.add(even)
-    if effort.num_generations == 0:
-        return best.results(num_results)
-    stages = sum(partition.num_stages for partition in even) // len(even)
-    generation = effort.num_children * stages * sum(evaluator.rounds)
-    num_generations = min(max(4, effort.num_actions // generation), effort.num_generations)
-    num_islands = max(1, round(num_generations / _ISLAND_GENERATIONS) - 1)
-    each = min(_ISLAND_GENERATIONS, max(1, num_generations // (num_islands + 1)))
-    for number in range(num_islands):
-        fused = min(limits.fused, _ISLANDS_FUSED[number % len(_ISLANDS_FUSED)])
-        near = replace(limits, fused=fused)
-        some = [partition for partition in even if partition.backward[0] <= fused]
-        start = random.sample(some, min(len(some), 24))
-        one = replace(best, limits=near, makespans={})
-        one.add(start)
-        one.add([_random_partition(one.calls, near, random) for _ in range(effort.num_children)])
-        one.evolve(each)
-        best.adopt(one)
-    last = replace(best, in_order=False, makespans={})
-    last.adopt(best)
-    last.evolve(each)
-    return last.results(num_results)
-
-
-def neighbours(
-    partition: Partition,
-    evaluator: Evaluator,
-    *,
-    limits: StageLimits,
-    effort: Effort,
-    seed: int,
-    fits: Fits,
-) -> tuple[Partition, ...]:
-    """Return partitions that differ little from one, those with the shortest estimates first."""
-    island = _Island(
-        evaluator=evaluator,
-        limits=limits,
-        effort=effort,
-        random=Random(seed),
-        in_order=False,
-        fits=fits,
-    )
-    island.add([island.child([partition]) for _ in range(_NEIGHBOURS)])
-    return tuple(each for each in island.results(_NEIGHBOURS) if each != partition)
-
-
-@dataclass(eq=False, kw_only=True)
-class _Island:
-    """Partitions with their makespans, of which the best have children."""
 
     evaluator: Evaluator
     limits: StageLimits
     effort: Effort
-    random: Random
-    in_order: bool = True
-    fits: Fits | None
-    makespans: dict[Partition, float] = field(default_factory=dict)
+    fits: Fits | None = None
+    seconds: dict[Partition, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.in_order &= not self.evaluator.pipelines  # else stages fit their workers
-        profile = self.evaluator.profile
-        self.calls = call_lengths(profile.num_blocks, profile.cuts)
+        self._random = Random(0)
 
-    def add(self, partitions: Sequence[Partition]) -> None:
-        new = [each for each in dict.fromkeys(partitions) if each not in self.makespans]
+    def best(self, even: Sequence[Partition], *, count: int = 8) -> tuple[Partition, ...]:
+        """Return the best partitions found from some to begin with, the best first."""
+        self._add(even)
+        if self.evaluator.profile.num_blocks:
+            stages = sum(partition.num_stages for partition in even) // len(even)
+            generation = self.effort.num_children * stages * sum(self.evaluator.rounds)
+            most = min(max(4, self.effort.num_actions // generation), self.effort.num_generations)
+            # Unequal workers' stages are as long as the workers are fast, and in no order.
+            in_order = not (self.evaluator.pipelines or self.evaluator.profile.cuts)
+            for ordered in (True, False) if in_order else (False,):
+                self._evolve(most // 2, in_order=ordered)
+        return self._fitting(count)
+
+    def near(self, partition: Partition, *, count: int = 64) -> tuple[Partition, ...]:
+        """Return partitions that differ little from one, the shortest estimates first."""
+        self.seconds.clear()
+        self._add_children([partition], count, in_order=False)
+        self.seconds.pop(partition, None)
+        return self._fitting(count)
+
+    def _add(self, partitions: Sequence[Partition]) -> None:
+        new = [each for each in dict.fromkeys(partitions) if each not in self.seconds]
         if not new:
             return
         table = PartitionTable.of(new)
-        makespans = self.evaluator.seconds(table)
+        seconds = self.evaluator.seconds(table)
         if self.fits is not None:
-            makespans = np.where(self.fits(table), makespans, np.inf)
-        self.makespans.update(zip(new, makespans.tolist(), strict=True))
+            seconds = np.where(self.fits(table), seconds, np.inf)
+        self.seconds.update(zip(new, seconds.tolist(), strict=True))
 
-    def adopt(self, other: _Island) -> None:
-        for partition in other._parents():
-            self.makespans[partition] = other.makespans[partition]
+    def _add_children(self, parents: Sequence[Partition], count: int, *, in_order: bool) -> None:
+        children = (self._child(parents, in_order=in_order) for _ in range(count))
+        self._add([child for child in children if self._is_allowed(child)])
 
-    def evolve(self, num_generations: int) -> None:
-        """Replace bad partitions by children of good ones until that stops to help."""
-        best, stalled = math.inf, 0
+    def _is_allowed(self, partition: Partition) -> bool:
+        """Return whether a partition keeps the limits, and no stage of it spans a cut."""
+        (fused, *backward), limits = partition.backward, self.limits
+        sizes = (max(partition.forward, default=0), max(backward, default=0), fused)
+        if any(map(gt, sizes, (limits.forward, limits.backward, limits.fused))):
+            return False
+        cuts, num_blocks = set(self.evaluator.profile.cuts), partition.num_blocks
+        ahead = {*accumulate(partition.forward), *range(num_blocks - fused, num_blocks)}
+        return cuts <= ahead and cuts <= {num_blocks - n for n in accumulate(partition.backward)}
+
+    def _evolve(self, num_generations: int, *, in_order: bool) -> None:
+        """Replace bad partitions by variants of good ones until that stops to help."""
+        best, stalled = float("inf"), 0
         for _ in range(num_generations):
-            parents = self._parents()
-            self.makespans = {parent: self.makespans[parent] for parent in parents}
-            self.add([self.child(parents) for _ in range(self.effort.num_children)])
-            leader = min(self.makespans.values())
+            parents = self._ranked()[: self.effort.num_parents]
+            self.seconds = {parent: self.seconds[parent] for parent in parents}
+            self._add_children(parents, self.effort.num_children, in_order=in_order)
+            leader = min(self.seconds.values())
             best, stalled = (leader, 0) if leader < best else (best, stalled + 1)
             if stalled == _PATIENCE:
                 return
 
-    def results(self, count: int) -> tuple[Partition, ...]:
-        best = self._parents()[:count]
-        return tuple(each for each in best if self.makespans[each] < math.inf)
+    def _ranked(self) -> list[Partition]:
+        return sorted(self.seconds, key=self.seconds.__getitem__)
 
-    def _parents(self) -> list[Partition]:
-        ranked = sorted(self.makespans, key=self.makespans.__getitem__)
-        return ranked[: self.effort.num_parents]
+    def _fitting(self, count: int) -> tuple[Partition, ...]:
+        return tuple(each for each in self._ranked()[:count] if self.seconds[each] < float("inf"))
 
-    def child(self, parents: list[Partition]) -> Partition:
-        random, limits = self.random, self.limits
+    def _child(self, parents: Sequence[Partition], *, in_order: bool) -> Partition:
+        random = self._random
         parent = parents[int(len(parents) * random.random() ** 2)]
-        fused, *backward_counts = parent.backward
-        if random.random() < 0.2:
-            other = random.choice(parents)
-            if other.backward[0] == fused:
-                backward_counts = list(other.backward[1:])
-        forward = grouped(parent.forward, self.calls)
-        backward = grouped(backward_counts, self._backward_calls(fused))
-        if random.random() < 0.16:
-            fused = self._change_fused(fused, forward, backward)
+        forward, (fused, *backward) = [*parent.forward], parent.backward
+        other = random.choice(parents).backward
+        if random.random() < 0.2 and other[0] == fused:
+            backward = [*other[1:]]
+        if random.random() < 0.16:  # a block more or less in the fused stage
+            change = random.choice((-1, 1))
+            if backward if change > 0 else fused:
+                fused += change
+                forward, backward = forward or [0], backward or [0]
+                forward[-1] -= change
+                backward[0] -= change
         for _ in range(random.choice((1, 1, 2, 3, 4))):
-            if random.random() < 0.5:
-                _change_counts(_any(forward, random), limit=limits.forward, random=random)
-            else:
-                _change_counts(_any(backward, random), limit=limits.backward, random=random)
-        if self.in_order:
-            for counts in forward:
-                counts.sort()
-            for counts in backward:
-                counts.sort(reverse=True)
-        return Partition(forward=tuple(chain(*forward)), backward=(fused, *chain(*backward)))
-
-    def _backward_calls(self, fused: int) -> list[int]:
-        last, *others = reversed(self.calls)
-        return [last - fused, *others] if fused < last else others
-
-    def _change_fused(self, fused: int, forward: list[list[int]], backward: list[list[int]]) -> int:
-        """Give the fused stage one block of the last call more or less; return its new number."""
-        if fused == self.calls[-1]:  # nothing else of the last call is left
-            forward.append([])
-            backward.insert(0, [])
-        random, limits = self.random, self.limits
-        last = forward[-1] if forward else []
-        first = backward[0] if backward else []
-        if random.random() < 0.5:
-            if fused < min(limits.fused, self.calls[-1]) and last and first:
-                _take_one(last, random.randrange(len(last)))
-                _take_one(first, random.randrange(len(first)))
-                return fused + 1
-        elif fused > 0:
-            for counts, limit in ((last, limits.forward), (first, limits.backward)):
-                room = [i for i, count in enumerate(counts) if count < limit]
-                if room:
-                    counts[random.choice(room)] += 1
-                else:
-                    counts.append(1)
-            return fused - 1
-        return fused
+            _vary(random.choice((forward, backward)), random)
+        if in_order:
+            forward.sort()
+            backward.sort(reverse=True)
+        return Partition(
+            forward=tuple(filter(None, forward)), backward=(fused, *filter(None, backward))
+        )
 
 
-def _any(groups: list[list[int]], random: Random) -> list[int]:
-    """Choose one group; no random number is spent where there is no choice."""
-    if len(groups) < 2:
-        return groups[0] if groups else []
-    return random.choice(groups)
-
-
-def _change_counts(counts: list[int], *, limit: int, random: Random) -> None:
-    """Move one block, split a stage, or dissolve one into the others."""
-    if not counts:
+def _vary(counts: list[int], random: Random) -> None:
+    """Move a block to another stage, split a stage, or dissolve one into the others."""
+    if not any(counts):
         return
+    place = random.choice([place for place, count in enumerate(counts) if count])
     choice = random.random()
-    place = random.randrange(len(counts))
-    if choice < 0.5:
-        other = random.randrange(len(counts))
-        if place != other and counts[other] < limit:
-            counts[other] += 1
-            _take_one(counts, place)
-    elif choice < 0.75:
-        if counts[place] > 1:
-            part = random.randrange(1, counts[place])
-            counts[place] -= part
-            counts.insert(place, part)
-    elif sum(limit - count for count in counts) - limit >= 0:
-        for _ in range(counts.pop(place)):
-            room = [i for i, count in enumerate(counts) if count < limit]
-            counts[random.choice(room)] += 1
-
-
-def _take_one(counts: list[int], place: int) -> None:
-    counts[place] -= 1
-    if counts[place] == 0:
-        counts.pop(place)
-
-
-def _random_partition(calls: Sequence[int], limits: StageLimits, random: Random) -> Partition:
-    *others, last = calls
-    fused = random.randint(0, min(limits.fused, last))
-    left = [*others, last - fused] if fused < last else others
-    forward, backward = (
-        [_random_counts(call, limit=limit, random=random) for call in left]
-        for limit in (limits.forward, limits.backward)
-    )
-    behind = chain(*(sorted(counts, reverse=True) for counts in reversed(backward)))
-    return Partition(
-        forward=tuple(chain(*(sorted(counts) for counts in forward))), backward=(fused, *behind)
-    )
-
-
-def _random_counts(total: int, *, limit: int, random: Random) -> list[int]:
-    """Start even and make large parts larger at the expense of small ones."""
-    if total == 0:
-        return []
-    limit = min(limit, total)
-    num_parts = max(-(-total // limit), round(total / random.uniform(1, limit)))
-    quotient, remainder = divmod(total, num_parts)
-    counts = [quotient + 1] * remainder + [quotient] * (num_parts - remainder)
-    for _ in range(random.randrange(2 * num_parts)):
-        small, large = random.randrange(num_parts), random.randrange(num_parts)
-        if 1 < counts[small] <= counts[large] < limit and small != large:
-            counts[small] -= 1
-            counts[large] += 1
-    return counts
+    if choice < 0.25:
+        part = random.randrange(counts[place])
+        counts[place] -= part
+        counts.insert(place, part)
+        return
+    moved = counts[place] if choice < 0.5 else 1
+    counts[place] -= moved
+    for _ in range(moved):
+        counts[random.randrange(len(counts))] += 1

@@ -16,7 +16,6 @@ uploads every stage's weights T times: `simulate` decides between them.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,6 @@ from roundpipe_lightning.planning.schedule.round_robin import schedule_of
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.planning.search.cases import Admits, Case, Steps, find_cases
-from roundpipe_lightning.planning.search.evolve import neighbours, search_partitions
 from roundpipe_lightning.planning.search.request import PlanningRequest
 
 _CONFIRMED = 3  # partitions per case that are simulated with their transfers
@@ -238,14 +236,7 @@ class _Choice:
         if case.config.team_size == case.hardware.num_devices:
             # One worker never waits for another: only the fused stage matters, and even stages do.
             effort = replace(effort, num_actions=0)
-        found = search_partitions(
-            case.evaluator,
-            even=self._even[case],
-            limits=case.limits,
-            effort=effort,
-            num_results=_RESULTS,
-            fits=case.fits,
-        )
+        found = case.search(effort).best(self._even[case], count=_RESULTS)
         admits = self._admits
         held = [each for each in found if admits is None or admits(case.config.with_stages(each))]
         if not held:
@@ -283,17 +274,11 @@ class _Choice:
         if self._request.partitions or effort.num_generations == 0 or is_one:
             return
         seen, actions, idle = {best.layout.partition}, 0, 0
-        for seed in itertools.count():
+        search = case.search(effort)
+        while True:
             assert self._best is not None
             partition, seconds = self._best[1].layout.partition, self._best[1].step_seconds
-            near = neighbours(
-                partition,
-                case.evaluator,
-                limits=case.limits,
-                effort=effort,
-                seed=seed,
-                fits=case.fits,
-            )
+            near = search.near(partition)
             new = [each for each in near if each not in seen][:_REFINED]
             for each in new:
                 if self._admits is None or self._admits(case.config.with_stages(each)):
