@@ -109,6 +109,10 @@ def test_a_readable_page(ask: Ask) -> None:
     [step] = re.findall(r"Predicted step: (\S+) s", page)
     picture = (ask.folder / "timeline.svg").read_text()
     assert f"of a predicted step of {step} s" in picture, "the picture says what the page says"
+    assert "The wrong tool: devices wait" in page
+    assert "fewer waits with more tokens a step" in ask.text(
+        "model=qwen3_1_7b", "hardware=rtx3080x1"
+    )
 
 
 def test_both_ways_to_split_a_batch_are_predicted(ask: Ask) -> None:

@@ -38,8 +38,8 @@ _GIB = 2**30
 _SMALL_RATE = 1e-4  # below, an update is often less than half a step of bfloat16
 
 
-def longest_seq_len(job: Job) -> int:
-    """Return the longest sequence that fits; 0 where none does.
+def longest_seq_len(job: Job, *, too_long: int = _LONGEST + _MULTIPLE) -> int:
+    """Return the longest sequence below one that is too long which fits; 0 where none does.
 
     The microbatches are those of the job, or of one sequence where their number is open.
     """
@@ -48,7 +48,7 @@ def longest_seq_len(job: Job) -> int:
     def shortage(units: int) -> float:
         return memory_shortage(job.training(count, seq_len=units * _MULTIPLE))
 
-    return _MULTIPLE * longest_that_fits(shortage, too_long=_LONGEST // _MULTIPLE + 1)
+    return _MULTIPLE * longest_that_fits(shortage, too_long=-(-too_long // _MULTIPLE))
 
 
 # --- the bottleneck ---------------------------------------------------------------------------
@@ -152,8 +152,8 @@ def change_text(
     if before is not None:
         costs.append(f"{answer.tokens_per_second:,.0f} tokens/s")
         if before.tokens_per_second:
-            share = answer.tokens_per_second / before.tokens_per_second - 1
-            costs[-1] += f", {abs(share):.0%} {'faster' if share > 0 else 'slower'}"
+            share = answer.tokens_per_second / before.tokens_per_second
+            costs[-1] += ", as fast" if f"{share:.2g}" == "1" else f", {share:.2g} times as fast"
     return f"{' '.join(change.overrides)} ({'; '.join(costs)})"
 
 
@@ -282,8 +282,8 @@ def _coarser_numbers(job: Job) -> Iterator[_Row]:
 
 
 def _shorter_sequences(job: Job) -> Iterator[_Row]:
-    longest = longest_seq_len(job)
-    if 0 < longest < job.seq_len:
+    longest = longest_seq_len(job, too_long=job.seq_len)
+    if longest:
         keys = {"data.seq_len": longest}
         yield Price.CONTEXT, _overrides(keys), keys, "shorter sequences"
 

@@ -287,8 +287,11 @@ class PlanOutput:
         each = (_SHARDED_BYTES * work.num_trainable + 2 * frozen) / machine.num_devices
         alone = prediction.step_seconds - prediction.network_seconds
         idle = 1 - prediction.compute_seconds / alone  # FSDP would wait for the network much longer
-        if idle < _MUCH_IDLE_SHARE or each > _SHARE_OF_DEVICE * machine.device_bytes:
+        if idle < _MUCH_IDLE_SHARE:
             return []
+        if each > _SHARE_OF_DEVICE * machine.device_bytes:
+            settings = "data.seq_len, data.batch_size, trainer.accumulate_grad_batches"
+            return [f"  fewer waits with more tokens a step: {settings}"]
         other = "trainer=single_device"
         if machine.num_devices > 1:
             other = "FSDP (Trainer(strategy='fsdp'))"

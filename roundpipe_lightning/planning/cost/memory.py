@@ -200,6 +200,8 @@ def longest_that_fits(shortage: Callable[[int], float], *, too_long: int) -> int
     below, above = None, shortage(too_long)
     if above <= 0:
         return too_long - 1
+    if too_long > 2 and shortage(1) > 0:
+        return 0
     halves = True
     while high - low > 1:
         guess = (low + high) // 2
