@@ -1,5 +1,4 @@
 from dataclasses import replace
-from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -12,37 +11,9 @@ from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.evolve import Effort, PartitionSearch
-from roundpipe_lightning.planning.search.partition import (
-    StageLimits,
-    balanced_cuts,
-    even_partitions,
-)
+from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
 from tests.kit.plans import balanced_partition
 from tests.kit.profiles import random_profiles, uniform_profile
-
-_weights = st.lists(
-    st.floats(0, 100, allow_nan=False, allow_subnormal=False), min_size=1, max_size=7
-)
-
-
-def heaviest(weights: list[float], stops: tuple[int, ...]) -> float:
-    return max(sum(weights[a:b]) for a, b in pairwise((0, *stops, len(weights))))
-
-
-@given(_weights, st.integers(1, 8))
-def test_balanced_cuts_are_optimal(weights: list[float], num_parts: int) -> None:
-    sizes = balanced_cuts(weights, num_parts=num_parts)
-    assert sum(sizes) == len(weights)
-    assert 1 <= len(sizes) <= num_parts
-    assert min(sizes) >= 1
-    stops = [sum(sizes[:i]) for i in range(1, len(sizes))]
-    best = min(
-        heaviest(weights, cut)
-        for parts in range(min(num_parts, len(weights)))
-        for cut in combinations(range(1, len(weights)), parts)
-    )
-    assert heaviest(weights, tuple(stops)) <= best + 1e-6 * (1 + best)
-
 
 QUICK = Effort(num_actions=100_000, num_children=32, num_parents=12)
 

@@ -28,11 +28,7 @@ from roundpipe_lightning.planning.search.limits import (
     resident_blocks,
     widest_limits,
 )
-from roundpipe_lightning.planning.search.partition import (
-    StageLimits,
-    even_partitions,
-    speed_partitions,
-)
+from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
 from roundpipe_lightning.planning.search.request import PlanningRequest
 
 _FEW = 8  # even partitions that fit, fewer than which call for smaller ones
@@ -104,10 +100,7 @@ class Case:
     def _even(self, limits: StageLimits) -> tuple[Partition, ...]:
         most = max(_FEW // 2, _EVEN_STAGES // max(self.profile.num_blocks, 1))
         count = min(self.request.effort.num_even, most)
-        found = even_partitions(self.profile, limits=limits, count=count)
-        if self.request.speeds:
-            found += speed_partitions(self.profile, limits=limits, speeds=self.request.speeds)
-        return found
+        return even_partitions(self.profile, limits=limits, count=count)
 
     def estimates(self, partitions: Sequence[Partition]) -> Floats:
         return self.evaluator.seconds(PartitionTable.of(partitions))

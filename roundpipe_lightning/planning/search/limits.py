@@ -33,7 +33,7 @@ from roundpipe_lightning.planning.schedule.stages import (
     cuts_before,
     reversed_cuts,
 )
-from roundpipe_lightning.planning.search.partition import StageLimits, greedy_cuts
+from roundpipe_lightning.planning.search.partition import StageLimits, largest_cuts
 
 _GIB = 2**30
 
@@ -118,8 +118,8 @@ def largest_stages(profile: ModelProfile, limits: StageLimits) -> Partition:
     num_blocks, cuts = profile.num_blocks, profile.cuts
     fused = min(limits.fused, sum(call_lengths(num_blocks, cuts)[-1:]))
     rest = num_blocks - fused
-    forward = greedy_cuts([1.0] * rest, limit=limits.forward, cuts=cuts_before(rest, cuts))
-    backward = greedy_cuts([1.0] * rest, limit=limits.backward, cuts=reversed_cuts(rest, cuts))
+    forward = largest_cuts(rest, most=limits.forward, cuts=cuts_before(rest, cuts))
+    backward = largest_cuts(rest, most=limits.backward, cuts=reversed_cuts(rest, cuts))
     return Partition(forward=forward, backward=(fused, *backward))
 
 
