@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; processes of tests inherit it
+
 import numpy as np
-import psutil
 import pytest
 import torch
 from hypothesis import settings
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from roundpipe_commands import name_machines
 from tests.kit import engine as kit
+from tests.kit.training import QUIET
 
 LEAK_GRACE_SECONDS = 60.0
 """Seconds that a thread may take to end, or a file to close, after the test that owned it."""
@@ -44,6 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
     kit.ALL_ARE_EMULATED = config.getoption("--emulated")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in ("lightning", "gpu"):
+            item.add_marker(pytest.mark.filterwarnings(*QUIET), append=False)
+
+
 def pytest_collection_finish() -> None:
     """Keep what imports have made, some million objects, out of every later collection."""
     gc.collect()
@@ -64,9 +72,14 @@ def _threads() -> set[threading.Thread]:
     }
 
 
-def _files() -> Counter[str]:
+def _files() -> Counter[Path]:
     """Count this process's open regular files by path."""
-    return Counter(file.path for file in psutil.Process().open_files())
+    found: Counter[Path] = Counter()
+    for opened in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # this listing itself, and what threads close meanwhile
+            path = opened.readlink()
+            found[path] += path.is_file()
+    return +found
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +98,7 @@ def no_leaks() -> Iterator[None]:
             collected = True
         elif time.monotonic() > deadline:
             names = sorted(thread.name for thread in threads)
-            pytest.fail(f"left behind: threads {names}, open files {sorted(files)}")
+            pytest.fail(f"left behind: threads {names}, open files {sorted(map(str, files))}")
         else:
             time.sleep(0.01)
 

@@ -39,7 +39,6 @@ TEXTS = {
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.filterwarnings("default::UserWarning"),  # of Lightning about short trainings
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
 ]
 
 NOT_RUN = {

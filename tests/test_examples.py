@@ -14,8 +14,6 @@ STEPS = {"chat_lora": 8, "classification": 75, "dpo": 5, "vision": 16}
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:.* does not have many workers")
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(("name", "steps"), STEPS.items())
 def test_the_example_learns(name: str, steps: int, tmp_path: Path) -> None:
     def example() -> None:
@@ -34,7 +32,6 @@ def test_the_example_learns(name: str, steps: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:.* does not have many workers")
 @pytest.mark.parametrize("notebook", [*EXAMPLES.glob("*.ipynb")], ids=lambda path: path.stem)
 def test_the_notebook_runs_from_top_to_bottom(notebook: Path, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "data", tmp_path / "data")

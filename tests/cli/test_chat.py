@@ -25,7 +25,6 @@ from tests.kit.architectures import TINY
 from tests.kit.runs import SMALL
 from tests.kit.training import make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 ARCHITECTURE = {**TINY, "initializer_range": 0.3, "max_position_embeddings": 512}
 CHATS = Path(__file__).parents[2] / "examples" / "data" / "chat.jsonl"
 QUESTIONS = ["What comes after 41?", "And then?"]

@@ -23,8 +23,6 @@ from tests.kit.programs import run_program
 from tests.kit.runs import train_small
 from tests.models.test_load import EXPERTS, save
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:

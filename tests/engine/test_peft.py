@@ -37,8 +37,6 @@ from tests.kit.engine import (
     stack_of,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
 Q_V: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
 SOFT: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]

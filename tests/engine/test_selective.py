@@ -12,7 +12,7 @@ from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import ATTENTION_OPERATIONS, RecomputePolicy
-from tests.engine.test_boundary_tensors import Place, places
+from tests.engine.test_boundaries import Place, places
 from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
 from tests.kit.engine import differences, engine_of, engine_step, plain_step, plan_of, training_step
 

@@ -12,7 +12,6 @@ from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES
 from roundpipe_lightning.strategy.planning import inputs as plan_inputs
 from roundpipe_lightning.strategy.planning import planner as planning
 from tests.kit.training import (
-    QUIET,
     LanguageModel,
     PaddedSequences,
     Regressor,
@@ -26,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs a GPU; none is visible to torch"
     ),
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
 ]
 
 

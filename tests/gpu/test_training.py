@@ -13,12 +13,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.errors import RoundPipeError
 from tests.kit.accelerators import NUM, device, for_trainer, needs_cuda, needs_one, needs_two
-from tests.kit.training import QUIET, make_trainer, parameter_error, same_bits
+from tests.kit.training import make_trainer, parameter_error, same_bits
 
-pytestmark = [
-    needs_one,
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
-]
+pytestmark = needs_one
 
 WIDTH, HEADS, BLOCKS, STEPS = 64, 4, 6, 8
 

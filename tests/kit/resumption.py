@@ -16,11 +16,6 @@ from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import Regressor, make_trainer
 
-RESUME_QUIET = [
-    "ignore:Be aware that when using `ckpt_path`, callbacks",
-    "ignore:The dirpath has changed",
-]
-
 
 class MemoryLogger(Logger):
     def __init__(self) -> None:

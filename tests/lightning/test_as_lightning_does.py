@@ -18,7 +18,6 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.planning.inputs import storage_of
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
-    QUIET,
     Regressor,
     make_trainer,
     regression_data,
@@ -26,11 +25,7 @@ from tests.kit.training import (
     train_with,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),
-    pytest.mark.filterwarnings(r"ignore:`?.fit\(ckpt_path="),
-]
+pytestmark = pytest.mark.filterwarnings(r"ignore:`?.fit\(ckpt_path=")
 
 
 class _CountedAdamW(torch.optim.AdamW):

@@ -21,11 +21,9 @@ from roundpipe_lightning.engine.update.updater import Updater
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.resumption import RESUME_QUIET, MemoryLogger, plain
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
+from tests.kit.resumption import MemoryLogger, plain
+from tests.kit.training import Regressor, make_trainer, regression_data
 from tests.lightning.test_checkpoint import full_disk
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
 
 
 @pytest.fixture

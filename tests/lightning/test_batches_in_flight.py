@@ -15,9 +15,7 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.strategy.updates import sync_hooks
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.moments import ObservedBlock
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data, same_bits
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+from tests.kit.training import Regressor, make_trainer, regression_data, same_bits
 
 TIMEOUT_SECONDS = 60.0
 NUM_WORKERS, NUM_MICROBATCHES = 3, 2

@@ -17,9 +17,8 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.kit.resumption import RESUME_QUIET, plain
+from tests.kit.resumption import plain
 from tests.kit.training import (
-    QUIET,
     WIDTH,
     Regressor,
     make_trainer,
@@ -27,9 +26,7 @@ from tests.kit.training import (
     regression_data,
 )
 
-DDP_QUIET = "ignore:It is recommended to use .self.log.*sync_dist=True"
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET, DDP_QUIET)]
+pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use .self.log.*sync_dist=True")
 
 
 def _ddp() -> DDPStrategy:

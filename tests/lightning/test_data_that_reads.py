@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from tests.kit.training import QUIET, WIDTH, Regressor, make_trainer, same_bits
+from tests.kit.training import WIDTH, Regressor, make_trainer, same_bits
 from tests.lightning.test_updates import Overlapping
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 NUM_BATCHES = 3
 Played = tuple[Tensor, Tensor]

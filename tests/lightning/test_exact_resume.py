@@ -26,7 +26,6 @@ from roundpipe_lightning.strategy.resume.data_position import SlowResumeWarning
 from roundpipe_lightning.strategy.resume.randomness import random_state, set_random_state
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.resumption import (
-    RESUME_QUIET,
     Moment,
     Restless,
     SaveEverywhere,
@@ -34,9 +33,7 @@ from tests.kit.resumption import (
     resumed_everywhere,
     train,
 )
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
+from tests.kit.training import Regressor, make_trainer, regression_data
 
 BATCH_END = ["on_train_batch_end"]
 

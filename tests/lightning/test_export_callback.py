@@ -14,12 +14,7 @@ from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models.weight_files import MARKER
 from roundpipe_lightning.modules import ModelSource
 from tests.kit.architectures import TINY
-from tests.kit.training import QUIET, Regressor, make_trainer
-
-pytestmark = [
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
-]
+from tests.kit.training import Regressor, make_trainer
 
 
 class Language(LightningModule):

@@ -39,12 +39,7 @@ from torch.optim import Optimizer
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.comparison import assert_close, compare, on_each
-from tests.kit.training import QUIET, Regressor, regression_data
-
-pytestmark = [
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
-    pytest.mark.filterwarnings("ignore:Swapping scheduler"),
-]
+from tests.kit.training import Regressor, regression_data
 
 
 class Tunable(Regressor):

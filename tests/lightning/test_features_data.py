@@ -16,9 +16,7 @@ from roundpipe_lightning.errors import BatchError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.comparison import assert_close, compare
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+from tests.kit.training import Regressor, make_trainer, regression_data
 
 
 class Combined(Regressor):

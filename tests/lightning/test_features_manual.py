@@ -18,7 +18,6 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.comparison import Outcome, assert_close, compare, on_each
 from tests.kit.training import (
-    QUIET,
     VOCABULARY,
     WIDTH,
     Block,
@@ -26,8 +25,6 @@ from tests.kit.training import (
     make_trainer,
     regression_data,
 )
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 
 class NormBlock(nn.Module):

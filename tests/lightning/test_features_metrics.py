@@ -19,10 +19,9 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.comparison import assert_close, on_each
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
+from tests.kit.training import Regressor, make_trainer, regression_data
 
 pytestmark = [
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
     pytest.mark.filterwarnings("ignore:The variance of predictions"),
     pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef`"),
     pytest.mark.filterwarnings("ignore:The ``compute`` method of metric"),

@@ -14,9 +14,7 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.comparison import assert_close, compare
 from tests.kit.resumption import MemoryLogger
-from tests.kit.training import QUIET, Regressor, regression_data
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+from tests.kit.training import Regressor, regression_data
 
 
 def _compare(folder: Path, make: Callable[[], Regressor], *, steps: int, **flags: Any) -> set[str]:

@@ -1,8 +1,11 @@
+import inspect
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch.callbacks
 import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -14,9 +17,7 @@ from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.comparison import assert_close, compare, fit
-from tests.kit.training import QUIET, WIDTH, Regressor, make_trainer, regression_data, same_bits
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+from tests.kit.training import WIDTH, Regressor, make_trainer, regression_data, same_bits
 
 # Names and what belongs to whom ------------------------------------------------------------------
 
@@ -276,3 +277,26 @@ def test_callbacks_read_the_values_of_the_moment(tmp_path: Path) -> None:
     one, *others = compare(tmp_path, Regressor, read, kinds=kinds, callbacks=lambda: [_Reader()])
     for other in others:
         assert_close(other.result, one.result, tolerance=1e-4)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
+
+
+def rows(heading: str) -> dict[str, str]:
+    """The first table below a heading: what its first column names, and the second."""
+    section = PAGE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    pairs = [re.fullmatch(r"\| `(\w+)` \| (.+) \|", line) for line in lines]
+    assert all(pairs), lines
+    names = [pair[1] for pair in pairs if pair]
+    assert len(set(names)) == len(names)
+    return {pair[1]: pair[2] for pair in pairs if pair}
+
+
+def test_every_flag_of_the_trainer() -> None:
+    flags = list(inspect.signature(Trainer).parameters)
+    assert list(rows("Trainer flags")) == flags
+
+
+def test_every_callback() -> None:
+    assert list(rows("Callbacks")) == list(lightning.pytorch.callbacks.__all__)

@@ -14,13 +14,9 @@ from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.architectures import build_model
-from tests.kit.training import QUIET, make_trainer
+from tests.kit.training import make_trainer
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter")
 
 NUM_TOKENS = 5
 """New tokens: more than the window of those that have one."""

@@ -12,15 +12,12 @@ from roundpipe_lightning.strategy.step import loss_with_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
-    QUIET,
     Regressor,
     make_trainer,
     parameter_error,
     regression_data,
     train_with,
 )
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 
 class _Gradients(Regressor):

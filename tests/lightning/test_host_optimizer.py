@@ -14,9 +14,7 @@ from roundpipe_lightning.errors import OffloadError
 from roundpipe_lightning.optim import disk
 from roundpipe_lightning.strategy.planning.inputs import storage_of
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data, same_bits
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+from tests.kit.training import Regressor, make_trainer, regression_data, same_bits
 
 
 class _Small(Regressor):

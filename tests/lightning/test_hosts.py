@@ -33,7 +33,6 @@ from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.hosts import run_on_hosts
 from tests.kit.training import (
-    QUIET,
     WIDTH,
     Block,
     LanguageModel,
@@ -42,8 +41,6 @@ from tests.kit.training import (
     make_trainer,
     regression_data,
 )
-
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 
 GLOBAL_BATCH = 12
 NUM_SAMPLES = 41  # the last batch is not full
@@ -682,7 +679,6 @@ def chain_of_resumes(
 
 
 @pytest.mark.parametrize("kind", ["adamw", "8bit"])
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_checkpoint_goes_on_with_any_number_of_hosts(tmp_path: Path, kind: str) -> None:
     one = save_and_resume(0, 1, tmp_path, 10, None, kind)
     first, second = run_on_hosts(

@@ -15,9 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.hosts import run_on_hosts
-from tests.kit.training import QUIET, make_trainer
-
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+from tests.kit.training import make_trainer
 
 WIDTH = 256  # a matrix has 64 pages
 

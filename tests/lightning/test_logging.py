@@ -19,9 +19,7 @@ from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.logging import LogCall, log_means, weighted_mean
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+from tests.kit.training import Regressor, make_trainer, regression_data
 
 
 class _Outputs(Callback):

@@ -16,9 +16,7 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.architectures import build_model
 from tests.kit.engine import VOCABULARY
-from tests.kit.training import QUIET, make_trainer
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+from tests.kit.training import make_trainer
 
 NUM_STEPS = 2
 TOKENS = 10

@@ -18,7 +18,6 @@ from roundpipe_lightning.errors import CaptureError, ConfigurationError
 from roundpipe_lightning.strategy import microbatching
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
-    QUIET,
     WIDTH,
     LanguageModel,
     PaddedSequences,
@@ -28,8 +27,6 @@ from tests.kit.training import (
     regression_data,
     train_with,
 )
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 
 class Counts(Regressor):

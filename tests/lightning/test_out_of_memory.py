@@ -10,12 +10,9 @@ from torch.utils.data import DataLoader
 from roundpipe_lightning.errors import DeviceMemoryError, RoundPipeError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
+from tests.kit.training import Regressor, make_trainer, regression_data
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
-    pytest.mark.usefixtures("steps_of_microbatches"),
-]
+pytestmark = pytest.mark.usefixtures("steps_of_microbatches")
 
 
 class _Hungry(Regressor):

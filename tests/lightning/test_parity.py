@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from roundpipe_lightning.errors import BatchError
 from roundpipe_lightning.strategy.strategy import NoBlocksWarning, RoundPipeStrategy
 from tests.kit.training import (
-    QUIET,
     Block,
     LanguageModel,
     PaddedSequences,
@@ -27,9 +26,6 @@ from tests.kit.training import (
     same_bits,
     train_with,
 )
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
-
 
 TOLERANCE = {"sgd": 1e-5, "adamw": 1e-3}
 
@@ -121,7 +117,6 @@ class _Normalised(Regressor):
         return super().forward(self.before(x))
 
 
-@pytest.mark.filterwarnings("ignore:Swapping scheduler")
 def test_running_statistics_of_one_microbatch_and_the_pass_of_weight_averaging(
     tmp_path: Path,
 ) -> None:

@@ -14,12 +14,6 @@ from roundpipe_lightning.testing import EmulatedStrategy
 from tests.engine.test_peft import EXPERTS, Q_V, SOFT, adapted, base
 from tests.kit.architectures import token_data
 from tests.kit.comparison import compare
-from tests.kit.training import QUIET
-
-pytestmark = [
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
-]
 
 
 class Tuned(LightningModule):

@@ -11,13 +11,10 @@ from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.strategy.planning import planner as planning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
+from tests.kit.training import Regressor, make_trainer, regression_data
 from tests.lightning.test_planning import _AnotherPlanEveryStep
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
-    pytest.mark.usefixtures("steps_of_microbatches"),
-]
+pytestmark = pytest.mark.usefixtures("steps_of_microbatches")
 
 
 def _fit(

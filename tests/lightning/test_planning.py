@@ -26,7 +26,6 @@ from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.planning import planner as planning
 from roundpipe_lightning.strategy.resume.randomness import random_state
 from tests.kit.training import (
-    QUIET,
     WIDTH,
     LanguageModel,
     PaddedSequences,
@@ -35,8 +34,6 @@ from tests.kit.training import (
     regression_data,
     same_bits,
 )
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 SAY = "lightning.pytorch.utilities.rank_zero"
 
@@ -385,7 +382,6 @@ def test_a_given_plan_is_never_changed(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("steps_of_microbatches")
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 def test_averages_are_part_of_a_checkpoint(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, save_top_k=-1)

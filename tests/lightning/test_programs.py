@@ -9,9 +9,7 @@ from torch.utils.data import DataLoader
 
 from roundpipe_lightning import RoundPipeStrategy
 from tests.emulation.test_benchmark import BENCHMARKS
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
-
-pytestmark = [pytest.mark.filterwarnings(text) for text in QUIET]
+from tests.kit.training import Regressor, make_trainer, regression_data
 
 PROGRAMS = """
     clip summed_loss vae byol stateful_rnn detection encoder_decoder metrics graphs running_scales

@@ -14,9 +14,7 @@ from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
 from roundpipe_lightning.strategy.planning import planner as planning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.kit.training import QUIET, make_trainer, parameter_error, same_bits
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+from tests.kit.training import make_trainer, parameter_error, same_bits
 
 WIDTH, HEADS = 8, 2
 

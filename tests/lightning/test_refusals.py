@@ -11,9 +11,7 @@ import roundpipe_lightning
 from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
 from roundpipe_lightning.strategy.registry import register
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+from tests.kit.training import Regressor, make_trainer, regression_data
 
 
 class _Steps(Regressor):

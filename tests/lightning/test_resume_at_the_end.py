@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from roundpipe_lightning.strategy.strategy import CHECKPOINT_KEY, PREVIOUS_KEY, RoundPipeStrategy
 from tests.kit.resumption import (
-    RESUME_QUIET,
     MemoryLogger,
     Moment,
     Restless,
@@ -20,10 +19,8 @@ from tests.kit.resumption import (
     plain,
     train,
 )
-from tests.kit.training import QUIET, make_trainer, regression_data, same_bits
+from tests.kit.training import make_trainer, regression_data, same_bits
 from tests.lightning.test_updates import RATES, Sum, by_hand, vectors
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
 
 HOOKS = [
     "on_train_batch_end",

@@ -17,11 +17,9 @@ from roundpipe_lightning.checkpoint.io import (
 )
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.kit.resumption import RESUME_QUIET, plain
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data, same_bits
+from tests.kit.resumption import plain
+from tests.kit.training import Regressor, make_trainer, regression_data, same_bits
 from tests.lightning.test_checkpoint import flip_bit, full_disk
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in (*QUIET, *RESUME_QUIET)]
 
 
 def _checkpoint(value: float = 1.0) -> dict[str, Any]:

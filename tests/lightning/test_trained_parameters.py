@@ -8,9 +8,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+from tests.kit.training import Regressor, make_trainer, regression_data
 
 
 class _Partly(Regressor):

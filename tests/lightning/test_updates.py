@@ -32,7 +32,6 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.strategy.updates import sync_hooks
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
-    QUIET,
     WIDTH,
     Regressor,
     make_trainer,
@@ -41,10 +40,7 @@ from tests.kit.training import (
     train_with,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
-    pytest.mark.usefixtures("steps_of_microbatches"),
-]
+pytestmark = pytest.mark.usefixtures("steps_of_microbatches")
 
 
 class Overlapping(RoundPipeStrategy):
@@ -821,7 +817,6 @@ def vectors(num_batches: int = 4) -> Any:
     return torch.utils.data.DataLoader([torch.zeros(1)] * 4 * num_batches, batch_size=4)  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_async_goes_on_after_a_resume_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     def run(name: str, **flags: Any) -> Sum:
         module = Sum(RATES)

@@ -23,7 +23,6 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.moments import ObservedBlock
 from tests.kit.training import (
-    QUIET,
     WIDTH,
     Regressor,
     make_trainer,
@@ -32,10 +31,7 @@ from tests.kit.training import (
     same_bits,
 )
 
-pytestmark = [
-    *(pytest.mark.filterwarnings(line) for line in QUIET),
-    pytest.mark.usefixtures("steps_of_microbatches"),
-]
+pytestmark = pytest.mark.usefixtures("steps_of_microbatches")
 
 TIMEOUT_SECONDS = 60.0
 NUM_WORKERS, NUM_MICROBATCHES = 3, 2
@@ -358,7 +354,6 @@ def test_an_optimizer_that_writes_what_is_uploaded(
     assert same_bits(*modules)
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("flags", [{}, {**NARROW, **BY_NORM}], ids=["plainly", "clipped, 16 bits"])
 def test_a_checkpoint_and_a_resume_change_no_bit(
     tmp_path: Path, watched: Watched, flags: dict[str, Any]

@@ -22,10 +22,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.registry import register, replace_pytorch_lightning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.kit.training import QUIET, Regressor, make_trainer, regression_data, same_bits
-
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
-
+from tests.kit.training import Regressor, make_trainer, regression_data, same_bits
 
 # LightningCLI ------------------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ from tests.kit.architectures import TINY
 from tests.models.test_load import EXPERTS, same_tensors, save, source
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True.:UserWarning"),
 ]
 

@@ -32,8 +32,6 @@ from tests.kit.engine import (
 )
 from tests.models.test_load import EXPERTS, change, save, source
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
 
 def adapted(folder: Path, **options: Any) -> Adapted:
     base = source(folder, **options).build()

@@ -38,8 +38,6 @@ from tests.kit.engine import (
 )
 from tests.models.test_load import save, source
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-
 
 def adapted(bits: int, **options: Any) -> Adapted:
     base = ModelSource(architecture=TINY, frozen_bits=bits).build()

@@ -1,6 +1,8 @@
 import contextlib
 import threading
 from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from torch.nn import functional
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion
+from roundpipe_lightning.models.work.meter import Count, Meter
+from roundpipe_lightning.models.work.parameters import module_fingerprint, parameter_work
 from roundpipe_lightning.models.work.work_profile import step_profile
-from roundpipe_lightning.planning.model.work import WorkProfile
+from roundpipe_lightning.planning.model.work import BlockWork, WorkProfile
 
 WIDTH = 8
 SAMPLES = 5
@@ -306,3 +310,137 @@ def test_losses_without_logits_need_no_memory_for_them() -> None:
     sums = [t.forward.matrix_operations.fixed + t.backward.matrix_operations.fixed for t in tails]
     assert sums[0] == 3 * product
     assert 3 * product <= sums[1] <= 4 * product  # the logits may be made twice
+
+
+ROWS, COLUMNS = 256, 128
+NUMBERS = ROWS * COLUMNS
+
+
+def count(work: Callable[[Tensor], object]) -> Count:
+    matrix = torch.empty((ROWS, COLUMNS), dtype=torch.bfloat16, device="meta")
+    meter = Meter()
+    with meter:
+        work(matrix)
+    return meter.count
+
+
+def every_other(matrix: Tensor) -> Tensor:
+    return matrix[:, ::2].neg()
+
+
+def every_hundredth(matrix: Tensor) -> Tensor:
+    return matrix.flatten()[::100].neg()
+
+
+@pytest.mark.parametrize(
+    ("work", "moved"),
+    [
+        (torch.neg, 2 * (NUMBERS + NUMBERS)),
+        (lambda matrix: matrix.t().neg(), 2 * (NUMBERS + NUMBERS)),
+        (lambda matrix: matrix[:1].expand(ROWS, -1).neg(), 2 * (COLUMNS + NUMBERS)),
+        (lambda matrix: matrix.view(-1), 0),
+        (torch.empty_like, 0),
+        (every_other, 2 * (NUMBERS + NUMBERS // 2)),
+        (every_hundredth, (32 + 2) * -(-NUMBERS // 100)),
+    ],
+)
+def test_bytes_are_those_that_memory_moves(work: Callable[[Tensor], object], moved: int) -> None:
+    counted = count(work)
+    assert counted.memory_bytes == moved
+    assert counted.matrix_operations == counted.matrix_bytes == 0
+
+
+def test_the_gradient_of_a_part_is_written_into_zeros() -> None:
+    sizes = (ROWS, COLUMNS)
+
+    def of_slice(matrix: Tensor) -> object:
+        return torch.ops.aten.slice_backward(matrix[:, ::2].contiguous(), sizes, 1, 0, COLUMNS, 2)
+
+    def of_row(matrix: Tensor) -> object:
+        return torch.ops.aten.select_backward(matrix[0], sizes, 0, 3)
+
+    copied = 2 * (NUMBERS + NUMBERS // 2)  # contiguous
+    assert count(of_slice).memory_bytes == copied + 2 * (NUMBERS // 2 + NUMBERS + NUMBERS)
+    assert count(of_row).memory_bytes == 2 * (COLUMNS + NUMBERS + COLUMNS)
+
+
+class Model(nn.Module):
+    def __init__(self, *, num_layers: int = 3, tied: bool = False, width: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 10, bias=False)
+        self.register_buffer("positions", torch.zeros(6, dtype=torch.long))
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def work_of(module: nn.Module) -> WorkProfile:
+    return parameter_work(module, find_stacks(module, None)[0])
+
+
+def operations(part: BlockWork) -> tuple[float, float]:
+    return part.forward.matrix_operations.fixed, part.backward.matrix_operations.fixed
+
+
+def test_blocks_and_segments() -> None:
+    work = work_of(Model())
+    assert work.block_names == ("layers.0", "layers.1", "layers.2")
+    block = work.blocks[1]
+    assert block.parameter_bytes == block.trainable_bytes == 4 * 4 * 4
+    assert operations(block) == (2 * 16, 4 * 16)
+    assert work.head.parameter_bytes == 10 * 4 * 4 + 6 * 8
+    assert work.head.trainable_bytes == 10 * 4 * 4
+    assert operations(work.head) == (0, 0)
+    assert work.tail.parameter_bytes == (10 * 4 + 8) * 4
+    assert operations(work.tail) == (2 * 48, 4 * 48)
+    assert work.num_parameters == sum(t.numel() for t in Model().parameters())
+    with torch.device("meta"):
+        assert work_of(Model()) == work
+
+
+def test_tied_parameters_are_placed_twice_and_multiplied_once() -> None:
+    tied, untied = work_of(Model(tied=True)), work_of(Model())
+    assert (tied.head, tied.tail) == (untied.head, untied.tail)
+    assert tied.fingerprint != untied.fingerprint
+
+
+def test_frozen_parameters_have_no_gradient() -> None:
+    module = Model()
+    module.layers[0].requires_grad_(False)
+    frozen, trained, _ = work_of(module).blocks
+    assert frozen.num_trainable == frozen.trainable_bytes == 0
+    forward, backward = operations(frozen)
+    assert backward == forward == operations(trained)[0]
+
+
+def test_without_a_stack_all_is_tail() -> None:
+    work = parameter_work(nn.Linear(3, 2), None)
+    assert (work.blocks, work.head.parameter_bytes) == ((), 0)
+    assert work.tail.parameter_bytes == (3 * 2 + 2) * 4
+    assert operations(work.tail)[1] > 0
+
+
+def test_only_the_experts_that_see_a_token_count() -> None:
+    block = nn.Module()
+    block.experts = nn.Parameter(torch.zeros(8, 4, 4))
+    module = nn.Module()
+    module.layers = nn.ModuleList([block])
+    stack = find_stacks(module, ["layers"])[0]
+    dense = parameter_work(module, stack).blocks[0]
+    module.config = SimpleNamespace(num_experts=8, num_experts_per_tok=2)  # type: ignore[assignment]
+    sparse = parameter_work(module, stack).blocks[0]
+    assert operations(sparse)[0] == operations(dense)[0] / 4
+    assert sparse.parameter_bytes == dense.parameter_bytes
+
+
+def test_the_fingerprint_is_of_the_structure() -> None:
+    def print_of(module: nn.Module) -> str:
+        return module_fingerprint(module, find_stacks(module, None)[0])
+
+    same = print_of(Model())
+    assert print_of(Model().to(torch.bfloat16).requires_grad_(False)) == print_of(Model()) == same
+    others = [Model(width=5), Model(num_layers=4), nn.ModuleDict({"model": Model()})]
+    assert same not in {print_of(other) for other in others}
+    assert module_fingerprint(Model(), None) != same

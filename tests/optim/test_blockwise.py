@@ -1,9 +1,18 @@
+import json
+import threading
+from contextlib import closing
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks import host_optimizer
+from roundpipe_lightning.engine.device.base import CpuDevice
+from roundpipe_lightning.engine.transfer.gradient_downloads import HostSums
+from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
+from roundpipe_lightning.optim import kernel
 from roundpipe_lightning.optim.blockwise import (
     BLOCK,
     FIRST_MOMENT,
@@ -12,6 +21,7 @@ from roundpipe_lightning.optim.blockwise import (
     PowerCode,
     num_blocks,
 )
+from roundpipe_lightning.optim.kernel import KernelThreads
 
 
 def encoded(code: PowerCode, numbers: Tensor, random: Noise | None = None) -> tuple[Tensor, Tensor]:
@@ -103,3 +113,50 @@ def test_what_is_not_a_number_is_not_hidden(code: PowerCode) -> None:
     back = decoded(code, *encoded(code, numbers, Noise(seed=1, offset=0)))
     assert bool(back[:BLOCK].isnan().all())
     assert bool(back[BLOCK:].isfinite().all())
+
+
+def test_gives_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--num-parameters 20000 --rounds 2 --formats bf16 8bit --threads 2 --output json"
+    words += " --torch-operations"
+    host_optimizer.main(words.split())
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_parameters"] == 20000
+    assert found["bytes_per_parameter"] == 28
+    assert found["bandwidth_share"] > 0
+    assert found["speedup_over_torch_fused"] > 0
+    assert found["kernel"] == "native"
+    names = {"host", "host_bf16", "host_8bit", "host_torch", "host_8bit_torch", "torch_fused"}
+    assert names <= found["seconds"].keys()
+
+
+def test_shapes_are_those_of_layers() -> None:
+    shapes = host_optimizer.shapes_of(40_000_000)
+    assert shapes == [(4096, 4096), (4096,)] * 3
+    assert host_optimizer.shapes_of(1000) == [(1000,)]
+
+
+def test_intra_op_threads_of_others_stay() -> None:
+    torch.set_num_threads(6)
+    inside: list[int] = []
+    after: list[int] = []
+    with (
+        closing(KernelThreads[int](num_threads=2, num_scratch=8)) as team,
+        closing(HostSums(PinnedPool(CpuDevice(0)), on_failure=lambda error, what: None)) as sums,
+    ):
+        team.process(lambda piece, scratch: inside.append(torch.get_num_threads()), [0, 1, 2])
+        sums.add_later(lambda: None)
+    later = threading.Thread(target=lambda: after.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert set(inside) == {1}
+    assert after == [6]
+    assert torch.get_num_threads() == 6
+
+
+@pytest.mark.parametrize(("intra_op", "expected"), [(16, 14), (4, 4)])
+def test_one_core_in_eight_is_left_to_others(
+    intra_op: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "usable_processors", lambda: set(range(16)))
+    torch.set_num_threads(intra_op)
+    assert KernelThreads[int](num_threads=None, num_scratch=8).num_threads == expected

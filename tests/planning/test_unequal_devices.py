@@ -17,7 +17,7 @@ from tests.kit.profiles import machine, uniform_profile
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 from tests.planning.test_fit import job
 
-pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+pytestmark = pytest.mark.filterwarnings(*QUIET)
 
 
 def idle_shares(timeline: Timeline) -> list[float]:
