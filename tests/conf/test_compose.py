@@ -1,5 +1,7 @@
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ NEEDED = {
     "data/text": ["data.files=[texts]"],
     "hardware/mixed": ["hardware.devices={rtx4090: 1, rtx3090: 2}"],
     "model/hub": ["model.hub_name=Qwen/Qwen3-8B"],
-    "module/classification": ["+data.classes=[no,yes]"],
+    "module/classification": ["++data.classes=[no,yes]"],
     "partition/saved": ["partition.plan=plan.json"],
 }
 """Settings that an entry leaves to the user."""
@@ -51,13 +53,19 @@ def compose_resolved(folder: Path, *overrides: str) -> dict[str, Any]:
     return {"run_dir": hydra_dir, **{str(key): value for key, value in container.items()}}
 
 
-@pytest.mark.parametrize("file", GROUPS, ids=str)
-def test_every_entry_of_every_group_composes(file: Path, tmp_path: Path) -> None:
-    entry = file.with_suffix("").as_posix()
-    group, name = entry.split("/")
-    overrides = [f"{group}={name}", *NEEDED.get(entry, [])]
-    resolved = compose_resolved(tmp_path, *overrides)
-    assert "???" not in str(resolved)
+def together() -> list[list[str]]:
+    """Every entry of every group but experiments: one of each group in each composition."""
+    entries: dict[str, list[str]] = defaultdict(list)
+    for file in GROUPS:
+        entries[file.parts[0]].append(f"{file.parts[0]}={file.stem}")
+    del entries["experiment"]
+    return [list(filter(None, each)) for each in zip_longest(*entries.values())]
+
+
+@pytest.mark.parametrize("entries", together(), ids=" ".join)
+def test_every_entry_of_every_group_composes(entries: list[str], tmp_path: Path) -> None:
+    needed = [value for entry in entries for value in NEEDED.get(entry.replace("=", "/"), [])]
+    assert "???" not in str(compose_resolved(tmp_path, *entries, *needed))
 
 
 def test_the_default_configuration_has_every_group(tmp_path: Path) -> None:
@@ -100,24 +108,20 @@ DEFAULT = re.compile(r"^\s*(- )?(override /\w+|\w+): (?P<value>.+?) # .*; defaul
 TYPE = re.compile(r"# .*(str|int|float|bool|dict|list|file|path)")
 
 
-@pytest.mark.parametrize("file", FILES, ids=str)
-def test_every_key_says_its_type_and_its_default(file: Path) -> None:
-    lines = (CONF / file).read_text(encoding="utf-8").splitlines()
-    assert lines[0].startswith("#"), "the first line says what the file is"
-    for number, line in enumerate(lines, start=1):
-        if file.parts[0] == "recipe" and "base" not in file.parts:
-            continue  # a few lines over a base that says everything
-        is_size = file.parts[0] == "model" and "base" not in file.parts and line.startswith("  ")
-        if not is_size and (KEY.match(line) or ENTRY.match(line)):
+def test_every_key_says_its_type_and_its_default() -> None:
+    for file in FILES:
+        lines = (CONF / file).read_text(encoding="utf-8").splitlines()
+        assert lines[0].startswith("#"), f"the first line of {file} does not say what the file is"
+        kind = "base" if "base" in file.parts else file.parts[0]
+        for number, line in enumerate(lines, start=1):
             place = f"{file}:{number}: {line}"
-            assert TYPE.search(line), f"no type in {place}"
-            assert re.search(r"(; default |; fixed$)", line), f"no default in {place}"
-        assert len(line) <= 100, f"{file}:{number} is too long"
-
-
-@pytest.mark.parametrize("file", FILES, ids=str)
-def test_the_default_in_the_comment_is_the_value(file: Path) -> None:
-    for line in (CONF / file).read_text(encoding="utf-8").splitlines():
-        match = DEFAULT.match(line)
-        if match and match["default"] not in ("as given", "none, must be given"):
-            assert match["default"] == match["value"], line
+            match = DEFAULT.match(line)
+            if match and match["default"] not in ("as given", "none, must be given"):
+                assert match["default"] == match["value"], place
+            if kind == "recipe":
+                continue  # a few lines over a base that says everything
+            is_size = kind == "model" and line.startswith("  ")
+            if not is_size and (KEY.match(line) or ENTRY.match(line)):
+                assert TYPE.search(line), f"no type in {place}"
+                assert re.search(r"(; default |; fixed$)", line), f"no default in {place}"
+            assert len(line) <= 100, f"too long: {place}"

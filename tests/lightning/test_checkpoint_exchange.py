@@ -1,6 +1,3 @@
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +7,15 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.fsdp import fully_shard
 
 from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundPipeCheckpointIO
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from tests.kit.hosts import run_on_hosts
 from tests.kit.resumption import plain
 from tests.kit.training import (
     WIDTH,
@@ -69,33 +68,35 @@ def test_another_strategy_goes_on_from_ours_and_we_from_its(
     assert parameter_error(module, expected) < 1e-4
 
 
+class Sharded(Regressor):
+    """Each process has a part of every parameter."""
+
+    def configure_model(self) -> None:
+        meshes: Any = self.device_mesh
+        for part in (*self.layers, self):
+            fully_shard(part, mesh=meshes["data_parallel"])
+
+
+def train_sharded(rank: int, folder: Path) -> None:
+    """Go on for one epoch; every process has the same batches, as one device would."""
+    torch.set_num_threads(1)
+    strategy = ModelParallelStrategy(2, 1, False, process_group_backend="gloo")
+    options: Any = {"devices": 2, "max_epochs": 2, "use_distributed_sampler": False}
+    trainer = make_trainer(folder, strategy=strategy, **options)
+    trainer.fit(Sharded("adamw", num_blocks=2), regression_data(24), ckpt_path=folder / "x.ckpt")
+    trainer.save_checkpoint(folder / "fsdp.ckpt")
+    assert trainer.global_rank == rank
+    torch.distributed.destroy_process_group()
+
+
 def test_fsdp_goes_on_from_ours_and_we_from_its(tmp_path: Path) -> None:
     """One epoch here, one in two processes with torch's FSDP2 (gloo, full state), one here."""
     expected = _fit(tmp_path / "expected", "auto", num_epochs=3)
     _fit(tmp_path, "roundpipe", num_epochs=1)
-    # As an agent of torchelastic does, so that no port has to be free a moment later.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    group = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "WORLD_SIZE": "2",
-    }
-    places = [{**group, "RANK": f"{i}", "LOCAL_RANK": f"{i}", "GROUP_RANK": "0"} for i in (0, 1)]
-    command = [sys.executable, "-m", "tests.kit.sharded_training"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(tmp_path), str(tmp_path / "x.ckpt")],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, **place, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for place in places
-    ]
-    said = [process.communicate(timeout=400)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
+    group = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    launch = {**group, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    places = [{**launch, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    assert run_on_hosts(2, train_sharded, tmp_path, environments=places) == [None, None]
     path = tmp_path / "fsdp.ckpt"
     saved = torch.load(path)
     assert saved["epoch"] == 2
