@@ -20,6 +20,7 @@ from roundpipe_lightning.cli.plan.output import PlanOutput
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules.meta_model import MetaModel
 from roundpipe_lightning.planning.model.hardware import config_folder
+from roundpipe_lightning.planning.search.evolve import Effort
 from roundpipe_lightning.planning.search.remedies import Price
 from tests.kit.programs import run_program
 from tests.kit.runs import SMALL, environment, files, train_small
@@ -66,8 +67,9 @@ _models: dict[str, MetaModel] = {}
 
 @pytest.fixture(autouse=True)
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look up what a model does if an earlier test had it; tests/models measures."""
+    """Look up what a model does if an earlier test had it, and search less than a user would."""
     monkeypatch.setattr(plan_module, "Job", functools.partial(Job, models=_models))
+    monkeypatch.setitem(Effort.__init__.__kwdefaults__, "num_children", 16)
 
 
 @pytest.fixture
