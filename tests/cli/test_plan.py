@@ -69,7 +69,8 @@ _models: dict[str, MetaModel] = {}
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look up what a model does if an earlier test had it, and search less than a user would."""
     monkeypatch.setattr(plan_module, "Job", functools.partial(Job, models=_models))
-    monkeypatch.setitem(Effort.__init__.__kwdefaults__, "num_children", 16)
+    defaults: Any = Effort.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "num_children", 16)
 
 
 @pytest.fixture
