@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -65,8 +64,8 @@ def balanced_cuts(
 ) -> tuple[int, ...]:
     """Return the sizes of contiguous parts that are about equally heavy, none of them empty.
 
-    Each part ends where the weights up to it come nearest to its share of them all, so none is
-    heavier than a share by more than one weight.
+    First each part ends where the weights up to it come nearest to its share of them all. Then
+    there are as few parts as can be without a heavier one.
 
     Args:
         weights: Non-negative weights.
@@ -81,8 +80,16 @@ def balanced_cuts(
     sums = np.cumsum([0.0, *(weights if sum(weights) else [1.0] * len(weights))])
     shares = sums[-1] * np.arange(1, num_parts) / num_parts
     middles = (sums[1:] + sums[:-1]) / 2
-    ends = sorted({*np.searchsorted(middles, shares).tolist(), *cuts, len(weights)} - {0})
-    return tuple(stop - start for start, stop in pairwise([0, *ends]))
+    ends = [0, *sorted({*np.searchsorted(middles, shares).tolist(), *cuts, len(weights)} - {0})]
+    heaviest = max(np.diff(sums[ends]), default=0.0) * (1 + 1e-9)
+    sizes: list[int] = []
+    start = 0
+    for stop in range(1, len(weights) + 1):
+        is_end = stop == len(weights) or stop in cuts
+        if is_end or sums[stop + 1] - sums[start] > heaviest:
+            sizes.append(stop - start)
+            start = stop
+    return tuple(sizes)
 
 
 def even_cuts(num_blocks: int, *, most: int, cuts: Sequence[int]) -> Sequence[tuple[int, ...]]:
