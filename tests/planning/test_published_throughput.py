@@ -38,8 +38,13 @@ def test_throughput_and_longest_sequences_are_predicted(result: Any) -> None:
 def test_networks_are_hidden_from_as_many_tokens_as_by_hand(result: Any) -> None:
     """6 bytes a parameter times (n-1)/n, at 90 % of the link, times published tokens/s.
 
-    Embedding and LM head have 8 bytes.
+    An embedding has 8 bytes, and an LM head that is tied to it.
     """
+    sizes = {  # in billions: parameters, and those of the embedding
+        "qwen3_1_7b": (1.7206, 0.3112),
+        "llama3_1_8b": (8.0303, 0.5253),
+        "qwen3_32b": (32.7621, 0.7779),
+    }
     by_hand = {
         ("llama3_1_8b", "2", "10GbE"): 520e3,
         ("llama3_1_8b", "8", "10GbE"): 910e3,
@@ -49,6 +54,10 @@ def test_networks_are_hidden_from_as_many_tokens_as_by_hand(result: Any) -> None
         ("qwen3_32b", "2", "100GbE"): 48e3,
     }
     rows = {(row["model"], row["hosts"], row["network"]): row for row in result["network"]}
+    for name in sizes.keys() & set(result["models"]):
+        parameters, embedded = sizes[name]
+        sent = rows[name, "2", "10GbE"]["GB sent a step"]
+        assert sent == pytest.approx((6 * parameters + 2 * embedded) / 2, rel=1e-3)
     for key, tokens in by_hand.items():
         if key[0] in result["models"]:
             assert rows[key]["by published tokens/s"] == pytest.approx(tokens, rel=0.05)

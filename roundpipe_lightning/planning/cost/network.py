@@ -44,12 +44,8 @@ def split_samples(count: int, shares: Sequence[float]) -> list[int]:
     return sizes
 
 
-def _new_bytes(parts: Sequence[BlockWork], more: float) -> float:
-    return sum(
-        part.num_trainable * (part.parameter_bytes / part.num_parameters + more)
-        for part in parts
-        if part.num_trainable
-    )
+def _new_bytes(part: BlockWork, num_trainable: int, more: float = 0.0) -> float:
+    return num_trainable and num_trainable * (part.parameter_bytes / part.num_parameters + more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +73,16 @@ class Exchange:
     ) -> Exchange:
         """Describe a training's."""
         away = (hardware.num_nodes - 1) / hardware.num_nodes
-        # Blocks get the copies that are uploaded; others their masters, twice as wide.
-        blocks = _new_bytes(work.blocks, 0.0)
-        others = _new_bytes((work.head, work.tail), storage.master_bytes / 2)
-        num_others = work.num_trainable - sum(block.num_trainable for block in work.blocks)
-        counted = work.head.num_trainable + work.tail.num_trainable  # tied ones twice
+        # Blocks and an LM head of its own get the copies that are uploaded; embeddings, and what is
+        # tied to them, their masters, twice as wide.
+        blocks = sum(_new_bytes(block, block.num_trainable) for block in work.blocks)
+        head = _new_bytes(work.head, work.head.num_trainable, storage.master_bytes / 2)
+        with_head = sum(part.num_trainable for part in (*work.blocks, work.head))
+        tail = _new_bytes(work.tail, work.num_trainable - with_head)  # without what is tied
         return cls(
             hardware=hardware,
             gradient_bytes=away * work.num_trainable * storage.gradient_bytes,
-            weight_bytes=away * (blocks + others * num_others / max(counted, 1)),
+            weight_bytes=away * (blocks + head + tail),
             steps_at_end=steps_at_end,
         )
 
