@@ -5,8 +5,8 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag_of, untag
 from roundpipe_lightning.engine.device import host_memory as host
 from roundpipe_lightning.engine.device import probe
-from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
+from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice, Runtime
 from roundpipe_lightning.engine.device.base import CopyQueue
 from roundpipe_lightning.engine.device.events import DoneEvent, Event, HostEvent, StepAborted
+from roundpipe_lightning.engine.device.host_memory import own_pages
 from roundpipe_lightning.engine.device.probe import cache_folder, probe_hardware
 from roundpipe_lightning.engine.device.threads import Countdown, Failure, ThreadTeam
 from roundpipe_lightning.errors import FitError, HardwareError
@@ -375,38 +377,121 @@ def test_each_kind_of_unequal_accelerators_is_measured(
         assert spec.device_bytes == 9 * 2**30
 
 
-def test_an_accelerator_without_a_wait_for_all_waits_for_its_streams() -> None:
-    waited: list[str] = []
-    device = AcceleratorDevice(torch.device("xpu", 0))
-    compute, upload = (
-        SimpleNamespace(synchronize=partial(waited.append, name)) for name in ("compute", "upload")
-    )
-    vars(device)["_compute"], device._streams[CopyQueue.UPLOAD] = compute, upload
-    vars(device)["runtime"] = SimpleNamespace(synchronizes=False, has_streams=True)
-    device.synchronize()
-    assert waited == ["compute", "upload"]
+class _Accelerator:
+    """A runtime with streams that notes what a thread does to them on another device than 3."""
 
+    has_streams, synchronizes = True, False
 
-def test_a_long_upload_holds_up_no_news_of_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
-    device, uploaded = AcceleratorDevice(torch.device("xpu", 0)), threading.Event()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.misplaced: list[str] = []
+        self.waited: list[object] = []
+        self._current = threading.local()
+        streams = {"device_index": self.on, "set_stream": lambda stream: None}
+        for name, stand_in in {**streams, "current_stream": self.current_stream}.items():
+            monkeypatch.setattr(torch.accelerator, name, stand_in)
 
-    def new_event(_: torch.device) -> Any:
-        event = SimpleNamespace(synchronize=lambda: None)
-        event.record = lambda stream: vars(event).update(synchronize=stream.wait)
+    @contextmanager
+    def on(self, index: int) -> Iterator[None]:
+        before, self._current.index = getattr(self._current, "index", 0), index
+        yield
+        self._current.index = before
+
+    def check(self, what: str) -> bool:
+        if getattr(self._current, "index", 0) != 3:
+            self.misplaced.append(what)
+        return True
+
+    def current_stream(self, _: object) -> Any:
+        return self._stream("compute")
+
+    def new_stream(self, _: torch.device) -> Any:
+        self.check("new stream")
+        return self._stream("copies")
+
+    def _stream(self, name: str) -> Any:
+        def wait(event: object = None) -> None:
+            self.check(f"wait of {name}")
+            self.waited.append(event or name)
+
+        return SimpleNamespace(device_index=3, wait_event=wait, synchronize=wait)
+
+    def new_event(self, *_: Any, **__: Any) -> Any:
+        self.check("new event")
+        event = SimpleNamespace(query=lambda: self.check("query"), elapsed_time=lambda _: 0.0)
+        default = self._stream("an event")
+        event.record = lambda stream=default: vars(event).update(synchronize=stream.synchronize)
         return event
 
-    done = threading.Event()
-    done.set()
-    vars(device)["runtime"] = SimpleNamespace(new_event=new_event, has_streams=True)
-    vars(device)["_compute"], device._streams[CopyQueue.UPLOAD] = done, uploaded
+    def lock_pages(self, _: Tensor) -> int:
+        self.check("page lock")
+        return 0
+
+    def unlock_pages(self, _: int) -> None:
+        self.check("page lock")
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[AcceleratorDevice]:
+    device = AcceleratorDevice(torch.device("xpu", 3))
+    vars(device)["runtime"] = _Accelerator(monkeypatch)
+    yield device
+    device.close()
+
+
+def test_every_thread_works_on_the_device_of_its_worker(
+    accelerator: AcceleratorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that names none would make a context on device 0."""
+    runtime: Any = accelerator.runtime
+    called_back = threading.Event()
+    for name, of_torch in (("synchronize", torch.accelerator), ("Event", torch)):
+        monkeypatch.setattr(of_torch, name, runtime.new_event)
+
+    def work() -> None:
+        made = accelerator.mark_event("made")
+        copied = accelerator.copy(
+            torch.zeros(2), torch.ones(2), queue=CopyQueue.DOWNLOAD, after=[made]
+        )
+        accelerator.await_event(copied)
+        copied.wait()
+        assert copied.is_done
+        assert runtime.waited == [made.raw, copied.raw, "copies"]  # type: ignore[attr-defined]
+        copied.when_done(called_back.set)
+        assert called_back.wait(PATIENCE_SECONDS)
+        buffer = own_pages(8)
+        accelerator.pin(buffer)
+        accelerator.unpin(buffer)
+        asked = Runtime(torch.device("xpu", 3))
+        assert asked.synchronizes
+        assert asked.has_timed_events
+
+    with ThreadTeam(1, name="team", prepare=lambda: None) as team:
+        failures: list[Failure] = []
+        assert team.start([work], on_failure=failures.append).wait(PATIENCE_SECONDS)
+    assert not failures
+    assert not runtime.misplaced
+
+
+def test_an_accelerator_without_a_wait_for_all_waits_for_its_streams(
+    accelerator: AcceleratorDevice,
+) -> None:
+    accelerator.copy(torch.zeros(2), torch.ones(2), queue=CopyQueue.UPLOAD)
+    accelerator.synchronize()
+    runtime: Any = accelerator.runtime
+    assert runtime.waited == ["compute", "copies"]
+    assert not runtime.misplaced
+
+
+def test_a_long_upload_holds_up_no_news_of_compute(accelerator: AcceleratorDevice) -> None:
+    uploaded = threading.Event()
+    stream = SimpleNamespace(device_index=3, synchronize=uploaded.wait)
+    accelerator._streams[CopyQueue.UPLOAD] = stream
     order: queue.SimpleQueue[str] = queue.SimpleQueue()
-    device._recorded(CopyQueue.UPLOAD, "a copy").when_done(partial(order.put, "upload"))
-    device.mark_event("a boundary is made").when_done(partial(order.put, "compute"))
+    accelerator._recorded(CopyQueue.UPLOAD, "a copy").when_done(partial(order.put, "upload"))
+    accelerator.mark_event("a boundary is made").when_done(partial(order.put, "compute"))
     assert order.get(timeout=PATIENCE_SECONDS) == "compute"
     uploaded.set()
     assert order.get(timeout=PATIENCE_SECONDS) == "upload"
-    device.close()
 
 
 def test_transfers_are_timed() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from roundpipe_lightning.emulation.race_checker import ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedServer
-from roundpipe_lightning.emulation.tagged_tensor import raw_of
+from roundpipe_lightning.emulation.tagged_tensor import raw_of, tag_of
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES
@@ -215,8 +215,18 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(("round_size", "num_rounds"), [(6, 1), (3, 2), (1, 6)])
 def test_gradients_of_a_round_are_one_download(
-    round_size: int, num_rounds: int, sent: list[int]
+    round_size: int, num_rounds: int, sent: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And labels come to another worker by copies of its own: `Tensor.to` would couple the two."""
+    coupled: list[str] = []
+
+    def move(server: EmulatedServer, tensor: Tensor, target: str | None, make: Any) -> Tensor:
+        if tag_of(tensor) and target:
+            coupled.append(f"{tag_of(tensor)} to {target}")
+        result: Tensor = make()
+        return result
+
+    monkeypatch.setattr(EmulatedServer, "move", move)
     module, batches = Regressor(3), regression_batches(6)
     plan = plan_of(layers_of(module), num_workers=2, num_microbatches=6, round_size=round_size)
     plain = plain_step(module, batches)
@@ -232,6 +242,7 @@ def test_gradients_of_a_round_are_one_download(
             for part in (module.head, module.tail):
                 num_bytes = sum(parameter.nbytes for parameter in part.parameters())
                 assert sent.count(num_bytes) == num_rounds
+    assert not coupled
 
 
 class Words(Regressor):

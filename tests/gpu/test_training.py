@@ -215,6 +215,7 @@ def _draws_its_own_numbers() -> bool:
     return not torch.equal(*drawn)
 
 
+@needs_cuda  # others Lightning does not train on by itself
 @pytest.mark.parametrize(
     ("precision", "tolerance"),
     [("32-true", 1e-4), ("bf16-mixed", 2e-2), ("bf16-true", 5e-2), ("16-mixed", 1e-2)],
@@ -278,6 +279,7 @@ def test_streams_under_load_change_no_bit(tmp_path: Path) -> None:
     assert parameter_error(busy, quiet) < 1e-5
 
 
+@needs_cuda
 def test_an_overflow_in_half_precision_skips_the_step(tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", Model(blow_up_at=3), precision="16-mixed")
     ours = trained(tmp_path / "ours", Model(blow_up_at=3), precision="16-mixed", num_microbatches=4)

@@ -71,13 +71,18 @@ class Runtime:
 
     @functools.cached_property
     def synchronizes(self) -> bool:
-        return _can(lambda: torch.accelerator.synchronize(self.device))
+        def wait() -> None:
+            with torch.accelerator.device_index(self.device.index):
+                torch.accelerator.synchronize(self.device)
+
+        return _can(wait)
 
     @functools.cached_property
     def has_timed_events(self) -> bool:
         def time() -> None:
-            first, last = _timed_event(self.device), _timed_event(self.device)
-            last.synchronize()
+            with torch.accelerator.device_index(self.device.index):
+                first, last = _timed_event(self.device), _timed_event(self.device)
+                last.synchronize()
             first.elapsed_time(last)
 
         return _can(time)
@@ -422,14 +427,14 @@ class AcceleratorDevice(Device):
         return peak < MOST_IN_USE * total * self.runtime.fraction()
 
     def synchronize(self) -> None:
-        if self.runtime.synchronizes:
-            with self._current():
+        with self._current():
+            if self.runtime.synchronizes:
                 torch.accelerator.synchronize(self.torch_device)
-        elif self.runtime.has_streams:
-            with self._lock:
-                streams = [self._compute, *self._streams.values()]
-            for stream in streams:
-                stream.synchronize()
+            elif self.runtime.has_streams:
+                with self._lock:
+                    streams = [self._compute, *self._streams.values()]
+                for stream in streams:
+                    stream.synchronize()
 
     def start_clock(self) -> None:
         self.synchronize()
