@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from roundpipe_lightning.emulation.race_checker import HOST, ProtocolChecker, Stamp
 from roundpipe_lightning.emulation.timing import ComputeQueue, Due, HostClock, ServerClock
@@ -92,25 +93,12 @@ class EmulatedEvent(Event):
 
 
 class MarkEvent(EmulatedEvent):
-    """The end of what a device had to compute, which is known when the mark is made.
-
-    Args:
-        host: The time of the threads that wait for it.
-        checker: Learns what they know, or None.
-        stamp: What will have ended.
-    """
+    """The end of what a device had to compute, which is known when the mark is made."""
 
     def __init__(
-        self,
-        name: str,
-        *,
-        compute: ComputeQueue,
-        clock: ServerClock,
-        host: HostClock,
-        checker: ProtocolChecker | None,
-        stamp: Stamp,
+        self, name: str, *, compute: ComputeQueue, clock: ServerClock, **given: Any
     ) -> None:
-        super().__init__(name, host=host, checker=checker, stamp=stamp)
+        super().__init__(name, **given)
         self._clock = clock
         self._seconds = compute.mark()
 
@@ -132,12 +120,10 @@ class MarkEvent(EmulatedEvent):
 
 
 class CopyEvent(EmulatedEvent):
-    """The end of a copy; the arguments are those of an `EmulatedEvent`."""
+    """The end of a copy."""
 
-    def __init__(
-        self, name: str, *, host: HostClock, checker: ProtocolChecker | None, stamp: Stamp
-    ) -> None:
-        super().__init__(name, host=host, checker=checker, stamp=stamp)
+    def __init__(self, name: str, **given: Any) -> None:
+        super().__init__(name, **given)
         self._mutex = threading.Lock()
         self._is_made = False
         self._seconds = 0.0
@@ -349,12 +335,12 @@ class LinkQueue:
         )
 
     def _arrived(self, copy: Copy, end: float) -> None:
+        error: BaseException | None = None
         try:
             copy.copy()
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            self._finish(copy, end, error)
-        else:
-            self._finish(copy, end, None)
+        except BaseException as raised:  # noqa: BLE001 - raised where it is waited for
+            error = raised
+        self._finish(copy, end, error)
 
     def _finish(self, copy: Copy, end: float, error: BaseException | None) -> None:
         self._end = end

@@ -1,23 +1,17 @@
 """Places of emulated devices: their names, and which may meet in one operation.
 
-An emulated device is called `"<server>:<index>"`, for example `"worker:3"`. A place is such a name,
-or None for the host. The rules are those of CUDA, so that what passes here passes on hardware.
+An emulated device is called `"emulated:<index>"`. A place is such a name, or None for the host. The
+rules are those of CUDA, so that what passes here passes on hardware.
 """
 
 # ruff: noqa: SLF001 - operations whose name begins with an underscore are PyTorch's too
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from roundpipe_lightning.errors import ConfigurationError
-
-_NAME = re.compile(r"(?P<server>[A-Za-z_]\w*):(?P<index>\d{1,3})")
-_MAX_INDEX = 127  # torch.device keeps its index in eight bits
 
 _aten = torch.ops.aten
 
@@ -39,36 +33,18 @@ class DeviceMismatchError(RuntimeError):
     """An operation met tensors of different places; on hardware it would have raised as well."""
 
 
-# --- names ---------------------------------------------------------------------------------------
-
-
-def server_of(device_name: str) -> str:
-    """The part of a name that a server's devices share: `"worker"` of `"worker:3"`."""
-    return _parse(device_name)[0]
-
-
 @functools.cache
 def device_of(device_name: str) -> torch.device:
-    """Return the value of `.device` for a device: `cpu:3` for `"worker:3"`."""
-    return torch.device("cpu", _parse(device_name)[1])
+    """Return the value of `.device` for a device: `cpu:3` for `"emulated:3"`."""
+    return torch.device("cpu", int(device_name.rpartition(":")[2]))
 
 
-def place_of_device(device: torch.device | str | None, server: str) -> str | None:
-    """The place a `device=` argument means: `cpu:2` is a device of `server`, `cpu` the host."""
+def place_of_device(device: torch.device | str | None) -> str | None:
+    """Return the place a `device=` argument means: `cpu:2` is a device, `cpu` the host."""
     device = torch.device("cpu" if device is None else device)
     if device.type != "cpu" or device.index is None:
         return None
-    return f"{server}:{device.index}"
-
-
-def _parse(device_name: str) -> tuple[str, int]:
-    match = _NAME.fullmatch(device_name)
-    if match is None or int(match["index"]) > _MAX_INDEX:
-        raise ConfigurationError(
-            f"{device_name!r} is not the name of an emulated device: write '<server>:<index>' "
-            f"with an index from 0 to {_MAX_INDEX}, for example 'worker:0'"
-        )
-    return match["server"], int(match["index"])
+    return f"emulated:{device.index}"
 
 
 # --- operations -----------------------------------------------------------------------------------

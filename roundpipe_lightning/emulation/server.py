@@ -36,12 +36,12 @@ from roundpipe_lightning.emulation.links import (
 from roundpipe_lightning.emulation.placement import device_of
 from roundpipe_lightning.emulation.race_checker import ProtocolChecker, Stamp, WatchedOperations
 from roundpipe_lightning.emulation.tagged_tensor import (
-    TaggedMode,
     TaggedTensor,
     on_hardware,
     raw_of,
     tag,
     tag_of,
+    tagged_mode,
     untag,
 )
 from roundpipe_lightning.emulation.timing import (
@@ -78,7 +78,7 @@ class EmulatedDevice(Device):
 
     def thread_context(self) -> contextlib.AbstractContextManager[Any]:
         """Let factories (`torch.arange(n, device=x.device)`) make tensors with tags."""
-        return TaggedMode(self.name)
+        return tagged_mode()
 
 
 _SHORT_BYTES = 2**16

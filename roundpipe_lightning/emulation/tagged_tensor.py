@@ -1,18 +1,18 @@
 """Tensors that know their emulated device: placement on several devices, tested without one.
 
 A `TaggedTensor` computes on the CPU, with the CPU's kernels and the CPU's bits, but carries the
-name of a device, such as `"worker:3"`. An operation that meets two names raises, forward and
+name of a device, such as `"emulated:3"`. An operation that meets two names raises, forward and
 backward, where hardware would raise "Expected all tensors to be on the same device":
 
 ```
- host tensor --tag()--> TaggedTensor "worker:0" --+-- add --> DeviceMismatchError
-                        TaggedTensor "worker:1" --+
+ host tensor --tag()--> TaggedTensor "emulated:0" --+-- add --> DeviceMismatchError
+                        TaggedTensor "emulated:1" --+
 ```
 
 What `.device` reports
-    `torch.device("cpu", 3)` for `"worker:3"`; every host tensor reports `torch.device("cpu")`.
+    `torch.device("cpu", 3)` for `"emulated:3"`; every host tensor reports `torch.device("cpu")`.
     PyTorch stores that index in the tensor, ignores it when it computes, and compares it. So
-    `x.device != y.device`, `x.to(y.device)`, `torch.arange(n, device=x.device)` (in `TaggedMode`),
+    `x.device != y.device`, `x.to(y.device)`, `torch.arange(n, device=x.device)` (in `tagged_mode`),
     PyTorch's own checks and its grouping of tensors by device do what they do on accelerators, and
     `.device.type` leads user code to kernels that exist here. A fake `torch.device("cuda", 3)`
     cannot be had soundly: the autograd engine of a CPU build has no queue for it and aborts the
@@ -28,7 +28,7 @@ What is not
     - A host tensor of no dimension that requires a gradient is refused beside a tagged one:
       hardware brings its gradient back to the host, the emulation could not.
     - `resize_`, `set_` and an `out=` of another shape are refused, and so is pickling.
-    - Outside of `TaggedMode`, `host.to(x.device)` and factories with `device=x.device` give host
+    - Outside of `tagged_mode`, `host.to(x.device)` and factories with `device=x.device` give host
       tensors, for no tagged tensor takes part in the call. The next operation then raises.
     - A gradient left in the wrong place by a custom `autograd.Function` is found when `.grad` is
       read or when it meets another tensor, not by the autograd engine.
@@ -41,7 +41,7 @@ What is not
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -57,7 +57,6 @@ from roundpipe_lightning.emulation.placement import (
     is_foreach,
     operands_of,
     place_of_device,
-    server_of,
 )
 
 _aten = torch.ops.aten
@@ -145,11 +144,10 @@ def tag(tensor: torch.Tensor, device_name: str) -> TaggedTensor:
 
     Args:
         tensor: A host tensor of any dtype. Nothing written to it later is seen on the device.
-        device_name: `"<server>:<index>"`, for example `"worker:0"`; the index is at most 127.
+        device_name: `"emulated:<index>"`; the index is at most 127, as torch.device's.
 
     Raises:
         DeviceMismatchError: `tensor` is on a device already; `move` goes from one to another.
-        ConfigurationError: `device_name` is not a name.
     """
     if isinstance(tensor, TaggedTensor):
         raise DeviceMismatchError(
@@ -215,25 +213,15 @@ def on_hardware(hardware: Hardware) -> Iterator[None]:
         _thread.hardware = before
 
 
-class TaggedMode(ExitStack):
-    """A context in which creating or moving a tensor with `device=cpu:<index>` tags what comes out.
+@contextmanager
+def tagged_mode() -> Iterator[None]:
+    """Let creating or moving a tensor with `device=cpu:<index>` tag what comes out, in this thread.
 
     Needed where no tagged tensor takes part in the call: `torch.arange(n, device=x.device)`,
-    `host.to(x.device)`, `torch.tensor(values, device=x.device)`. It holds in the thread that
-    enters it.
-
-    Args:
-        device_name: Any device of the server: `"worker:0"` makes `cpu:2` mean `"worker:2"`.
+    `host.to(x.device)`, `torch.tensor(values, device=x.device)`.
     """
-
-    def __init__(self, device_name: str) -> None:
-        super().__init__()
-        self._server = server_of(device_name)
-
-    def __enter__(self) -> "TaggedMode":
-        self.enter_context(_FactoryDispatch(self._server))
-        self.enter_context(_FactoryFunctions(self._server))
-        return self
+    with _FactoryDispatch(), _FactoryFunctions():  # type: ignore[no-untyped-call]
+        yield
 
 
 # --- transfers -----------------------------------------------------------------------------------
@@ -274,8 +262,7 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     operands = list(operands_of(func, args, kwargs, place_of=tag_of))
     if kwargs.get("device") is not None:
-        server = server_of(next(o.place for o in operands if o.place is not None))
-        return _execute_to(place_of_device(kwargs["device"], server), func, args, kwargs)
+        return _execute_to(place_of_device(kwargs["device"]), func, args, kwargs)
     check_places(func, operands)
     out = func(*_raw(args), **_raw(kwargs))
     _check_shapes(func, operands)
@@ -354,7 +341,7 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tenso
         elif isinstance(value, str | torch.device):
             if torch.device(value).type != "cpu":
                 break  # PyTorch's own error: there is no such device here
-            place, found = place_of_device(value, server_of(tensor._tag)), True
+            place, found = place_of_device(value), True
     else:
         if found and place != tag_of(tensor):
             layout = {k: v for k, v in kwargs.items() if k == "memory_format"}
@@ -438,7 +425,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     tensor = args[0]
     place = tensor._tag
     if kwargs.get("device") is not None:
-        place = place_of_device(kwargs["device"], server_of(tensor._tag))
+        place = place_of_device(kwargs["device"])
     requires_grad = kwargs.pop("requires_grad", False)
     made = func(tensor._raw, *args[1:], **{k: v for k, v in kwargs.items() if k != "device"})
     return _placed(made, place).requires_grad_(requires_grad)
@@ -472,16 +459,12 @@ _SPECIAL_FUNCTIONS: Mapping[Any, _Special] = {
 class _FactoryDispatch(TorchDispatchMode):
     """Tags the results of operations that take a `device=` and no tagged tensor."""
 
-    def __init__(self, server: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._server = server
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if isinstance(func, torch._ops.OpOverload) and _composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        place = place_of_device(kwargs.get("device"), self._server)
+        place = place_of_device(kwargs.get("device"))
         if place is None or any(issubclass(t, TaggedTensor) for t in types):
             return func(*args, **kwargs)
         out = func(*args, **{**kwargs, "device": torch.device("cpu")})
@@ -491,16 +474,12 @@ class _FactoryDispatch(TorchDispatchMode):
 class _FactoryFunctions(TorchFunctionMode):
     """`torch.tensor` and its like, which build their result without asking the dispatcher."""
 
-    def __init__(self, server: str) -> None:
-        super().__init__()
-        self._server = server
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         converters = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
         if func not in converters or isinstance(args[0], TaggedTensor):
             return func(*args, **kwargs)
-        place = place_of_device(kwargs.get("device"), self._server)
+        place = place_of_device(kwargs.get("device"))
         args = tree_map_only(TaggedTensor, lambda tensor: tensor._raw, args)  # a list of scalars
         if place is None:
             return func(*args, **kwargs)

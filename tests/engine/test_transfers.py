@@ -78,9 +78,8 @@ class Failures(list[tuple[BaseException, str]]):
 def queue_of(
     device: CpuDevice, failures: Failures, direction: CopyQueue = CopyQueue.UPLOAD
 ) -> Iterator[TransferQueue]:
-    queue = TransferQueue(
-        device, direction, on_failure=failures.note, name="upload queue", chunk_bytes=CHUNK
-    )
+    device.chunk_bytes = CHUNK
+    queue = TransferQueue(device, direction, on_failure=failures.note, name="upload queue")
     try:
         yield queue
     finally:

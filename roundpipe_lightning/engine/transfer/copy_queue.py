@@ -37,7 +37,7 @@ from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.device.host_memory import own_pages
 
-CHUNK_BYTES = 2**24  # longest copy that cannot be overtaken
+CHUNK_BYTES = 2**24  # of a buffer through which a queue stages
 MOST_IN_FLIGHT = 4  # chunks that a queue has given to its device, but for one that stages
 MOST_STAGED = 2  # the same of a queue that stages: each has a page-locked buffer
 
@@ -122,7 +122,6 @@ class TransferQueue:
     Args:
         on_failure: Called, in the queue's thread, with an error in a copy and the job's name.
         name: For messages, for example `upload queue of worker 1 (cuda:1)`.
-        chunk_bytes: Longest copy that cannot be overtaken; None: the device's.
     """
 
     def __init__(
@@ -132,7 +131,6 @@ class TransferQueue:
         *,
         on_failure: Callable[[BaseException, str], None],
         name: str,
-        chunk_bytes: int | None = None,
     ) -> None:
         self.name = name
         self.num_bytes = 0  # bytes copied from or to the host since the beginning
@@ -140,7 +138,6 @@ class TransferQueue:
         self._device = device
         self._queue = queue
         self._on_failure = on_failure
-        self._chunk_bytes = device.chunk_bytes if chunk_bytes is None else chunk_bytes
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # there is work, or no more
         # Who waits for the end is not woken by every chunk: it would take Python's lock each time.
@@ -273,7 +270,7 @@ class TransferQueue:
     def _issue(self, entry: _Entry) -> None:
         job = entry.job
         self._present = job.name
-        chunk, is_last = entry.take_chunk(self._chunk_bytes)
+        chunk, is_last = entry.take_chunk(self._device.chunk_bytes)
         if chunk is None:  # there was nothing to copy
             self._end(entry)
             return
