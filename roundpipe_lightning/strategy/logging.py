@@ -1,14 +1,16 @@
 """`self.log` inside steps.
 
-A step on the whole batch logs as on one device: at once, but with values on the host. Where a step
-runs once per microbatch, at the same time, each notes its calls (`log_into`). When all are
-done, `log_means` makes the calls that one device would have made: with means, weighted by
-`batch_size=` where the user gave one, else by the shares of the loss. What *is* the loss is
-weighted as the loss.
+A step on the whole batch logs as on one device, but with values on the host. Those of a device
+come with what the step returns, beside its backward pass, and are logged then (`log_noted`), or
+when the step itself asks what was logged. Where a step runs once per microbatch, at the same time,
+each notes its calls (`log_into`). When all are done, `log_means` makes the calls that one device
+would have made: with means, weighted by `batch_size=` where the user gave one, else by the shares
+of the loss. What *is* the loss is weighted as the loss.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Number
@@ -44,19 +46,31 @@ LogCall: TypeAlias = tuple[str, Any, dict[str, Any]]
 
 
 @contextmanager
-def logged_from(module: LightningModule, used: Any) -> Iterator[None]:
+def logged_from(
+    module: LightningModule, used: Any, *, before_read: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Let Lightning look for the number of samples in the batch that a step was called with.
 
     The step may take something out of it (`batch.pop("text")`); hooks are given another one.
+    `before_read` is called when the step asks what was logged.
     """
     results = compat.step_results(module.trainer)
     if results is None:
         yield
         return
+    of_step = threading.get_ident()
+
+    def metrics(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == of_step:
+            before_read()
+        return type(results).metrics(results, *args, **kwargs)
+
     before, results.batch = results.batch, used
+    vars(results)["metrics"] = metrics
     try:
         yield
     finally:
+        del vars(results)["metrics"]
         results.batch = before
 
 
@@ -66,24 +80,28 @@ def host_log(
     """Return what stands in for `self.log` in a step on the whole batch.
 
     Args:
-        into: Gets what is to be a mean, which `log_means` takes over all hosts.
+        into: Gets the calls, in place of Lightning; on several hosts those of means, which
+            `log_means` takes over all of them.
         syncs: Whether other hosts have parts of the batch: Lightning reduces over them then.
     """
     own = module.log
 
     def log(name: str, value: Any, *args: Any, **arguments: Any) -> None:
-        if syncs and not isinstance(value, Metric):
+        is_reduced = syncs and not isinstance(value, Metric)
+        if is_reduced or into is not None:
             arguments.update(zip(_POSITIONAL, args, strict=False))
-            if into is not None and arguments.get("reduce_fx", "mean") in _MEANS:
-                value = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-                into.append((name, value, arguments))
-                return
+            args = ()
+        is_mean = arguments.get("reduce_fx", "mean") in _MEANS
+        if into is not None and (not syncs or (is_reduced and is_mean)):
+            into.append((name, _noted(value), arguments))
+            return
+        if is_reduced:
             if into is None and arguments.get("on_step"):
                 raise ConfigurationError(
                     f"self.log({name!r}, on_step=True) in an evaluation on several hosts, which "
                     "may have other numbers of batches. Leave on_step out."
                 )
-            args, arguments["sync_dist"] = (), True
+            arguments["sync_dist"] = True
         if isinstance(value, Tensor):
             value = value.detach().cpu()
         elif isinstance(value, Metric):
@@ -91,6 +109,25 @@ def host_log(
         own(name, value, *args, **arguments)
 
     return log
+
+
+def _noted(value: Any) -> Any:
+    if isinstance(value, Metric):
+        return value, value._forward_cache  # noqa: SLF001 - what Lightning logs of it for a step
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def log_noted(log: Callable[..., None], calls: list[LogCall]) -> None:
+    """Make calls that were noted in a step on the whole batch, and forget them."""
+    for name, value, arguments in calls:
+        if isinstance(value, tuple):
+            metric, of_call = value
+            last, metric._forward_cache = metric._forward_cache, of_call  # noqa: SLF001
+            log(name, metric, **arguments)
+            metric._forward_cache = last  # noqa: SLF001
+        else:
+            log(name, value, **arguments)
+    calls.clear()
 
 
 def log_into(calls: list[LogCall]) -> Callable[..., None]:

@@ -2,7 +2,8 @@
 
 A metric accumulates by changing its own attributes, and lives in host memory, while its arguments
 may be on a device. So for the time of a step on the whole batch it follows its arguments, and comes
-back afterwards. Where a step runs once per microbatch, at the same time, its metrics are refused.
+back with what the step returns. Where a step runs once per microbatch, at the same time, its
+metrics are refused.
 """
 
 # torchmetrics has no public face for a metric's states.
@@ -26,6 +27,7 @@ from torchmetrics.wrappers import MetricTracker
 from roundpipe_lightning.errors import ConfigurationError, StepModeError
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
+_HOST = torch.device("cpu")
 
 
 class LentMetrics:
@@ -59,9 +61,7 @@ class LentMetrics:
     @contextmanager
     def lent(self, *, is_whole: bool = True) -> Iterator[None]:
         """Let metrics follow their arguments in a step on the whole batch; refuse others."""
-        parts = [(name, part) for name, metric in self._roots for part in _parts(metric)]
-        if self._in_place and is_whole:
-            parts = []
+        parts = [] if self._in_place and is_whole else self._parts
         with _unseen_explained():
             do: Callable[..., None] = _follow
             if not is_whole:
@@ -75,6 +75,26 @@ class LentMetrics:
                 for _, part in parts:
                     _bring_to_host(part)
 
+    def states(self) -> list[dict[str, Any]]:
+        """Return what metrics have on devices: attributes of each of their parts, by name."""
+        return [
+            {
+                name: value
+                for name, value in vars(part).items()
+                if name not in _OF_EVERY_MODULE and _is_on_device(value)
+            }
+            for _, part in self._parts
+        ]
+
+    def put_back(self, states: Sequence[dict[str, Any]]) -> None:
+        """Set these attributes again, with their values on the host."""
+        for (_, part), state in zip(self._parts, states, strict=True):
+            vars(part).update(state, _device=_HOST)
+
+    @property
+    def _parts(self) -> list[tuple[str, Metric]]:
+        return [(name, part) for name, metric in self._roots for part in _parts(metric)]
+
 
 def _metric_roots(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
@@ -86,6 +106,11 @@ def _metric_roots(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.M
 
 def _parts(metric: nn.Module) -> list[Metric]:
     return [part for part in metric.modules() if isinstance(part, Metric)]
+
+
+def _is_on_device(value: Any) -> bool:
+    leaves = pytree.tree_leaves(value)
+    return any(isinstance(leaf, Tensor) and leaf.device != _HOST for leaf in leaves)
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -40,6 +41,7 @@ from roundpipe_lightning.strategy.logging import (
     host_log,
     log_into,
     log_means,
+    log_noted,
     log_replaced,
     logged_from,
 )
@@ -332,14 +334,14 @@ class PipelineRuntime:
             )
             cut.notes = self.hosts is not None
             try:
-                present, known, calls, whole = self._run(cut, arguments, trains=trains)
+                present, known, logged, whole = self._run(cut, arguments, trains=trains)
             except StepModeError as error:
                 if not self._choice.falls_back(batch, error):
                     raise
                 continue
             break
-        size, output = None, known.outputs[0]
-        logged, shares, losses = calls, cut.shares, list(known.losses)
+        size, output = None, known.outputs[0]["output"]
+        shares, losses = cut.shares, list(known.losses)
         if whole is not None:
             present.weigh(whole.share)
             logged, size = whole.logged, whole.num_rows
@@ -384,24 +386,39 @@ class PipelineRuntime:
             steps = self._module.trainer.global_step
             hosts.place = f"batch {self._batch_number}, after {steps} optimizer steps"
         calls: list[list[LogCall]] = [[] for _ in cut.parts]
+        used: list[Any] = []
         scale = self._precision.loss_scale / self._module.trainer.accumulate_grad_batches
         planned = self._plan_for(cut, arguments)
         engine = self._open_engine()
         overlaps = trains and cut.contents is None and self._may_overlap()
 
-        step_of = self._step_of("training_step", arguments, is_one=is_one)
+        log_now = host_log(self._module)
+        step_of = self._step_of(
+            "training_step",
+            arguments,
+            is_one=is_one,
+            before_read=partial(log_noted, log_now, calls[0] if hosts is None else []),
+        )
 
         def call(view: Any, part: Any, index: int) -> Any:  # in the part's thread
             cut.begin(index)
             output = step_of(view, part)
             compat.check_output(output)
             cut.check(index, output)
-            return output if is_one else {"loss": loss_of(output), "logged": calls[index]}
+            returned: dict[str, Any] = {
+                "loss": loss_of(output),
+                "logged": calls[index],
+                "output": None,
+            }
+            if is_one:
+                used.append(part)
+                returned |= {"output": output, "metrics": self._metrics.states()}
+            return returned
 
         seed = mix(torch.initial_seed(), self._batch_number)
         logs = list(map(log_into, calls))
         if is_one:
-            into = None if hosts is None else calls[0]
+            into = None if self._on_host and hosts is None else calls[0]
             logs = [host_log(self._module, into=into, syncs=hosts is not None)]
 
         def log(*args: Any, **kwargs: Any) -> None:
@@ -412,9 +429,8 @@ class PipelineRuntime:
             nullcontext() if hosts is None else own_draws(hosts, self._batch_number),
             log_replaced(self._module, log),
         ):
-            first = 0  # a host has as many microbatches as its part of the batch gives
-            if hosts is not None:
-                first = sum(hosts.control.objects(cut.num_microbatches)[: hosts.rank])
+            # A host has as many microbatches as its part of the batch gives.
+            before = [] if hosts is None else hosts.control.objects(cut.num_microbatches)
             step = engine.begin_step(
                 cut.parts,
                 call,
@@ -423,7 +439,7 @@ class PipelineRuntime:
                 backward=trains,
                 joined=cut.joined,
                 step_seed=seed,
-                first_microbatch=first,
+                first_microbatch=0 if hosts is None else sum(before[: hosts.rank]),
                 thread_context=self._precision.thread_context,
                 outside=cut.outside,
                 writes_nothing=cut.is_proven,
@@ -434,32 +450,29 @@ class PipelineRuntime:
                 with suppress(Exception):
                     step.result()
                 raise
-            logged: Sequence[Sequence[LogCall]] = calls
-            whole = None
-            if hosts is not None:
-                known = step.returned()
-                if not is_one:
-                    logged = [part["logged"] for part in known.outputs]
-                whole = self._joined(cut, known, logged, hosts)
+            whole = None if hosts is None else self._joined(cut, step.returned(), hosts)
             known = step.outputs() if overlaps else step.result()
+            if is_one:
+                self._metrics.put_back(known.outputs[0]["metrics"])
+        logged = [part["logged"] for part in known.outputs]
+        if is_one and hosts is None:
+            with logged_from(self._module, used[0]):
+                log_noted(self._module.log, logged[0])
         size = sum(map(num_values, cut.parts))
         present = InFlightBatch(step, planned=planned, num_values=size, backward_scale=scale)
-        if not is_one:
-            logged = [part["logged"] for part in known.outputs]
         return present, known, logged, whole
 
     def _joined(
         self,
         cut: MicrobatchedBatch,
         known: StepOutputs,
-        logged: Sequence[Sequence[LogCall]],
         hosts: Hosts,
     ) -> GlobalBatch:
         """Put a batch together with what other hosts have of it; gradients may leave then."""
         part = HostPart.of(
             cut,
             list(known.losses),
-            logged,
+            [part["logged"] for part in known.outputs],
             batch_number=self._batch_number,
             is_asked=hosts.is_asked_to_stop,
         )
@@ -621,12 +634,20 @@ class PipelineRuntime:
                 return engine.evaluate(call, batch, outside=self._fusion)
 
     def _step_of(
-        self, step_name: str, arguments: Sequence[Any], *, is_one: bool = True
+        self,
+        step_name: str,
+        arguments: Sequence[Any],
+        *,
+        is_one: bool = True,
+        **options: Callable[[], None],
     ) -> Callable[[Any, Any], Any]:
-        """Return what calls a step of a view, with a batch or, if it is not one, a part of it."""
+        """Return what calls a step of a view, with a batch or, if it is not one, a part of it.
+
+        Options are as of `logged_from`.
+        """
 
         def call(view: Any, here: Any) -> Any:
-            with logged_from(self._module, here) if is_one else nullcontext():
+            with logged_from(self._module, here, **options) if is_one else nullcontext():
                 output = getattr(view, step_name)(here, *arguments)
             return output if self._fusion is None else self._fusion.materialized(output)
 

@@ -1,5 +1,5 @@
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 from torchmetrics.aggregation import CatMetric
 
+from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
-from roundpipe_lightning.strategy import runtime
-from roundpipe_lightning.strategy.logging import LogCall, log_means, weighted_mean
+from roundpipe_lightning.strategy import metrics as lent_metrics
+from roundpipe_lightning.strategy.logging import weighted_mean
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import Regressor, make_trainer, regression_data
@@ -136,26 +138,80 @@ def test_what_was_logged_is_known_inside_the_step(tmp_path: Path) -> None:
     assert seen[-1] == 4.0
 
 
-def test_logged_values_come_by_copies_beside_the_backward_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class _Measures(Regressor):
+    """Logs a value and, in whole batches, a metric twice; the last step asks what was logged."""
+
+    def __init__(self, mode: str, seen: list[float]) -> None:
+        super().__init__()
+        self.mse = MeanSquaredError()
+        self.names = ("first", "second") if mode == "blocks" else ()
+        self.seen = seen
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        prediction = self(batch[0])
+        loss = functional.mse_loss(prediction, batch[1])
+        for name in self.names:
+            self.mse(prediction * len(name), batch[1])
+            self.log(name, self.mse, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        if batch_idx == 3 and self.names:
+            known = self.trainer.callback_metrics
+            self.seen += [float(known[name]) for name in ("first_step", "second_step", "loss")]
+        return loss
+
+
+@pytest.mark.parametrize("mode", ["blocks", "step"])
+def test_what_is_logged_comes_by_copies_beside_the_backward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """`cpu()` would wait for all that the device computes, the backward pass too."""
-    seen: list[bool] = []
+    waits: list[int] = []
 
-    def note(logged: Sequence[Sequence[LogCall]], **arguments: Any) -> None:
-        seen.extend(tag_of(value) is None for calls in logged for _, value, _ in calls)
-        log_means(logged, **arguments)
+    def counted(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            waits[-1] += 1
+            return wait(*args, **kwargs)
 
-    monkeypatch.setattr(runtime, "log_means", note)
-    trainer = make_trainer(
-        tmp_path,
-        devices=2,
-        max_epochs=1,
-        limit_train_batches=2,
-        strategy=EmulatedStrategy(num_microbatches=2, microbatching="step"),
-    )
-    trainer.fit(Regressor(), regression_data())
-    assert seen == [True] * 4
+        return call
+
+    class Counted(_Outputs):
+        def on_train_batch_start(self, *_: Any) -> None:
+            waits.append(0)
+
+    def bring(metric: Any) -> None:
+        leaves = tree_leaves(vars(metric))
+        waits[-1] += any(isinstance(x, Tensor) and tag_of(x) is not None for x in leaves)
+        bring_to_host(metric)
+
+    bring_to_host = lent_metrics._bring_to_host
+    monkeypatch.setattr(lent_metrics, "_bring_to_host", bring)
+    runs: list[tuple[list[float], _Outputs]] = []
+    with EmulatedServer(2) as server:
+        for device in server.devices:
+            monkeypatch.setattr(device, "download", counted(device.download))
+        monkeypatch.setattr(server, "move", counted(server.move))
+        ours = EmulatedStrategy(devices=server.devices, num_microbatches=2, microbatching=mode)
+        for strategy in ("auto", ours):
+            torch.manual_seed(3)
+            runs.append(([], Counted()))
+            seen, outputs = runs[-1]
+            trainer = make_trainer(
+                tmp_path,
+                devices=2 if strategy is ours else 1,
+                max_epochs=2,
+                limit_train_batches=4,
+                strategy=strategy,
+                callbacks=[outputs],
+            )
+            trainer.fit(_Measures(mode, seen), regression_data())
+    (expected, one), (found, many) = runs
+    ours_waited = waits[-8:]  # the first step is checked
+    assert not any(ours_waited[step] for step in (1, 2, 4, 5, 6))
+    assert found == pytest.approx(expected, rel=1e-5)
+    for wanted, known in zip(one.metrics, many.metrics, strict=True):
+        assert list(known) == list(wanted)
+        for key, value in wanted.items():
+            torch.testing.assert_close(known[key], value, rtol=1e-5, atol=1e-6)
 
 
 def test_a_function_of_the_loss_is_averaged_over_microbatches(tmp_path: Path) -> None:
