@@ -32,7 +32,7 @@ What is not
       tensors, for no tagged tensor takes part in the call. The next operation then raises.
     - A gradient left in the wrong place by a custom `autograd.Function` is found when `.grad` is
       read or when it meets another tensor, not by the autograd engine.
-    - `host.data = tagged` is not seen; whatever uses `host` afterwards raises.
+    - `host.data = tagged` (`module.to(x.device)`) is refused; outside of `tagged_mode` not seen.
     - Random numbers come from the host's generator, whatever the device.
 """
 
@@ -476,6 +476,8 @@ class _FactoryFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func == torch.Tensor.data.__set__ and isinstance(args[1], TaggedTensor):  # type: ignore[attr-defined]
+            return _set_data(func, args, kwargs)  # a host tensor would have no memory
         converters = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
         if func not in converters or isinstance(args[0], TaggedTensor):
             return func(*args, **kwargs)
