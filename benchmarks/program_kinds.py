@@ -23,6 +23,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - everybody's name for it
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 INPUTS, WIDTH, CLASSES, LENGTH, TOKENS, BLOCKS = 12, 16, 5, 7, 24, 4
@@ -581,6 +582,16 @@ class Steps(Variants):
             losses.append(F.cross_entropy(self.head(x), y))
         return torch.stack(losses).mean()
 
+    @having(parts={"target": lambda: nn.Linear(WIDTH, CLASSES)})
+    def target_network(self, x: Tensor, y: Tensor) -> Tensor:
+        """DQN: a target gets the weights after the forward pass, before the backward pass."""
+        x = self.trunk(self.embed(x))
+        value = self.head(x).gather(1, y[:, None])[:, 0]
+        with torch.no_grad():
+            wanted = y + 0.9 * self.target(x).max(1).values
+        self.target.load_state_dict(self.head.state_dict())
+        return F.mse_loss(value, wanted)
+
     @having(parts={"value": lambda: nn.Linear(WIDTH, 1)})
     def ppo(self, x: Tensor, action: Tensor) -> Tensor:
         """Discounted returns along the batch, a clipped ratio, several heads."""
@@ -770,6 +781,18 @@ class Trunks(Variants, method="trunk"):
         for index, block in enumerate(self.blocks):
             if index == 0 or torch.rand(()) > 0.4:
                 x = block(x)
+        return x
+
+    def checkpointed(self, x: Tensor) -> Tensor:
+        """Activation checkpointing by the user, as torchvision and timm do it."""
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    def checkpointed_with_code(self, x: Tensor) -> Tensor:
+        """Activation checkpointing of blocks and what lies between."""
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: 2 * block(x).tanh(), x, use_reentrant=False)
         return x
 
     @having(base=_Images)

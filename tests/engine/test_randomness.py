@@ -2,6 +2,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,11 +19,10 @@ from roundpipe_lightning.engine.capture.randomness import (
     RandomStream,
     StepDraws,
     UnrepeatableDrawWarning,
-    mix,
 )
 from roundpipe_lightning.engine.chain.saved_outputs import ChangedRecomputeWarning
 from roundpipe_lightning.engine.steps import StepResult
-from roundpipe_lightning.errors import RandomnessError
+from roundpipe_lightning.errors import CaptureError, RandomnessError
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.architectures import CausalLM, build_model, decoder_stack, token_batches
 from tests.kit.engine import (
@@ -318,13 +318,6 @@ def test_every_python_function_around_them_is_known() -> None:
     assert unknown - RANDOM_FUNCTIONS == set()
 
 
-def test_mix_spreads_small_integers() -> None:
-    seeds = {mix(a, b, c) for a in range(8) for b in range(8) for c in range(8)}
-    assert len(seeds) == 8**3
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert mix(1, 2) != mix(2, 1)
-
-
 # --------------------------------------------------------------------- what a recompute cannot see
 
 
@@ -419,10 +412,24 @@ def test_dropout_under_activation_checkpointing_is_refused(reentrant: bool, fuse
         _step_with(function, PARTITIONS[fused])
 
 
-def test_activation_checkpointing_without_dropout_is_allowed() -> None:
-    def function(x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(torch.tanh, x, use_reentrant=False)
-        return result
+class Checkpointed(Regressor):
+    """Checkpoints its blocks."""
 
-    module = Regressor(2, make_block=lambda: Calling(function))
-    check_parity(module, num_microbatches=2)
+    reentrant = with_code = False
+
+    def run_blocks(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            run = (lambda x, layer=layer: layer(x).tanh()) if self.with_code else layer
+            hidden = checkpoint(run, hidden, use_reentrant=self.reentrant)
+        return hidden
+
+
+@pytest.mark.parametrize("partition", PARTITIONS.values())
+def test_activation_checkpointing_of_and_in_blocks(partition: Partition) -> None:
+    run = partial(checkpoint, torch.tanh, use_reentrant=False)
+    module = Checkpointed(2, make_block=lambda: Calling(run))
+    check_parity(module, num_microbatches=2, partition=partition)
+    for name in ("with_code", "reentrant"):
+        setattr(module, name, True)
+        with pytest.raises(CaptureError, match="checkpoint single blocks with use_reentrant=False"):
+            check_parity(module, num_microbatches=2, partition=partition)

@@ -13,7 +13,7 @@ from tests.kit.training import Regressor, make_trainer, regression_data
 
 PROGRAMS = """
     clip summed_loss vae byol stateful_rnn detection encoder_decoder metrics graphs running_scales
-    kept_balance mixtral past_arguments
+    kept_balance mixtral past_arguments target_network
 """.split()
 
 

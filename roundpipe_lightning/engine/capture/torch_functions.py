@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # ruff: noqa: SLF001 - PyTorch has no public way to the stack of modes
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,12 +46,27 @@ def attribute_or_name(func: Callable[..., Any]) -> str:
     return name
 
 
-def is_called_from(*modules: str) -> bool:
-    """Return whether code of a module is among the callers."""
+def is_called_from(*modules: str, within: str = "") -> bool:
+    """Return whether code of a module is among the callers, or among those below another one's."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") not in modules:
-        frame = frame.f_back
+    while frame is not None and (name := frame.f_globals.get("__name__")) not in modules:
+        frame = None if name == within else frame.f_back
     return frame is not None
+
+
+@contextmanager
+def saved_tensor_hooks_away() -> Iterator[None]:
+    """Keep what a graph saves as it is, whatever hooks (of checkpointing, say) are around."""
+    taken = []
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    while (hooks := top(True)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        taken.append(hooks)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 class ModeStack:

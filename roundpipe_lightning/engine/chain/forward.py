@@ -27,6 +27,10 @@ from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import Form, LazyTensor
 from roundpipe_lightning.engine.capture.side_outputs import Watch
+from roundpipe_lightning.engine.capture.torch_functions import (
+    is_called_from,
+    saved_tensor_hooks_away,
+)
 from roundpipe_lightning.engine.capture.view import put
 from roundpipe_lightning.engine.chain.block_outcome import Given, Outcome
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain, Link, following_blocks
@@ -38,6 +42,12 @@ from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind, operations_kept
+
+_CHECKPOINTED = (
+    "Activation checkpointing runs block {!r} and code around it again, or runs it without a graph "
+    "(use_reentrant=True). Turn it off, or checkpoint single blocks with use_reentrant=False: the "
+    "engine recomputes blocks already."
+)
 
 
 class ForwardPass:
@@ -79,6 +89,7 @@ class ForwardPass:
         self._kept_operations = operations_kept(turns.plan.recompute)
         stages = turns.plan.partition.stages()
         self._starts = {s.blocks.start for s in stages if s.kind is StageKind.BACKWARD}
+        self._has_ended = False  # whether the user's code has
         self._position = 0
         self._stage: Stage | None = None  # the last one that a call was in, and its blocks
         self._blocks: tuple[nn.Module, ...] = ()
@@ -93,7 +104,11 @@ class ForwardPass:
         Among the arguments lazy tensors stand for what other blocks made.
         """
         self.turns.check_not_aborted()
-        with self.user.suspended():
+        is_off = self._backward and not torch.is_grad_enabled()
+        if self._has_ended or (is_off and is_called_from("torch.utils.checkpoint")):
+            raise CaptureError(_CHECKPOINTED.format(self._names[block]))
+        # The engine recomputes the block: what the user's checkpointing would have is not needed.
+        with self.user.suspended(), saved_tensor_hooks_away():
             return self._call(block, (args, kwargs))
 
     def _call(self, block: nn.Module, given: Given) -> Any:
@@ -258,6 +273,7 @@ class ForwardPass:
         self.user.writes.were_any |= worker.end_forward(self.turns.stage)
 
     def end_user_code(self) -> None:
+        self._has_ended = True
         with self.user.suspended():
             self._end_forward()
             self.go_to_fused_stage()

@@ -198,7 +198,8 @@ class Worker:
                 parameter, wait=self._await_weights, is_first=self._resident is None
             )
         if parameter not in self._outside:
-            self._outside[parameter] = self.device.upload(self._store.value(parameter))
+            # A version of its own: a write into another parameter counts for their whole buffer.
+            self._outside[parameter] = self.device.upload(self._store.value(parameter)).data
         return self._outside[parameter]
 
     def whole_values(self, parameter: nn.Parameter) -> Tensor:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import OnExceptionCheckpoint, StochasticWeightAveraging
+from torch.nn.modules.batchnorm import _BatchNorm
 
 _HOOKS = (
     "on_before_zero_grad",
@@ -67,6 +68,10 @@ def gradient_hooks(trainer: Trainer) -> Iterator[str]:
         saves = getattr(owner, "save_on_exception", False)
         if saves or isinstance(owner, OnExceptionCheckpoint):
             yield f"on_exception of {name}, which saves"
+        if isinstance(owner, StochasticWeightAveraging) and any(
+            isinstance(module, _BatchNorm) for module in trainer.lightning_module.modules()
+        ):
+            yield f"the last pass of {name}, which steps with the gradients of the batch before it"
     for name, parameter in trainer.lightning_module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # noqa: SLF001
             yield f"a hook of the parameter {name!r}"
