@@ -223,6 +223,8 @@ def test_a_function_of_the_loss_is_averaged_over_microbatches(tmp_path: Path) ->
             loss = functional.mse_loss(self(batch[0]), batch[1])
             seen.append((float(loss.detach()), len(batch[0])))
             self.log("perplexity", loss.exp())
+            self.log("loss", loss, batch_size=1)  # weighs as it does in the batch's loss
+            self.log("more", loss + 1, batch_size=1)
             return loss
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -235,6 +237,8 @@ def test_a_function_of_the_loss_is_averaged_over_microbatches(tmp_path: Path) ->
     losses, sizes = torch.tensor(seen, dtype=torch.float64).T
     shares, metrics = sizes / sizes.sum(), trainer.callback_metrics
     assert float(metrics["perplexity"]) == pytest.approx(float((losses.exp() * shares).sum()))
+    assert float(metrics["loss"]) == pytest.approx(float((losses * shares).sum()))
+    assert float(metrics["more"]) == pytest.approx(float(losses.mean()) + 1)
     assert float(metrics["of_the_batch"]) == pytest.approx(float((losses * shares).sum().exp()))
     assert metrics["perplexity"] - metrics["of_the_batch"] > 1e-3
 
