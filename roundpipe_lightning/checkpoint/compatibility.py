@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roundpipe_lightning.errors import CheckpointError, RoundPipeError
-from roundpipe_lightning.models.load_module import shape_differences
+from roundpipe_lightning.models.load_module import first_lines, shape_differences
 from roundpipe_lightning.models.weight_files import mapped_parameters
 
 FROZEN_KEY = "roundpipe_frozen"  # entry of a checkpoint that says what it leaves out
 
 _NUM_SAMPLES = 8
 _RELATIVE, _ABSOLUTE = 1e-2, 1e-6  # a base in 16 bits is the same base
-_MOST_NAMED = 3
 ANEW = "begin anew with the weights alone: module.load_state_dict(torch.load(path)['state_dict'])."
 _AS_IT_WAS = f"Build the optimizer as it was, or {ANEW}"
 
@@ -180,7 +179,7 @@ def check_base(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     if wrong:
         raise CheckpointError(
             "The checkpoint leaves the frozen base model out (exclude_frozen_parameters=True), and "
-            f"the base that was built here is another one: {_first(wrong)}. "
+            f"the base that was built here is another one: {first_lines(wrong)}. "
             "Build the module from the weights, or with the seed, that it was trained with."
         )
 
@@ -214,7 +213,7 @@ def load_state(
     if lines:
         raise CheckpointError(
             f"The checkpoint is of another model than {type(module).__name__} is here: "
-            f"{len(lines)} tensors do not fit: {_first(line.strip() for line in lines)}. Build the "
+            f"{len(lines)} tensors do not fit: {first_lines(lines)}. Build the "
             "model (model=...), or the adapters (peft=...), as it was trained, name another "
             "checkpoint (ckpt_path=...), or load a part of it with strict_loading=False."
         ) from load_error
@@ -224,12 +223,6 @@ def load_state(
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _first(lines: Iterable[str]) -> str:
-    found = list(lines)
-    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-    return f"{'; '.join(found[:_MOST_NAMED])}{more}"
 
 
 def _sample(parameter: Tensor) -> Tensor:

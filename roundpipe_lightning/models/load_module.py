@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.weight_files import opened
+
+_MOST_NAMED = 3
 
 
 def load_module(module: nn.Module, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
@@ -127,6 +129,12 @@ def shape_differences(
         if name in found and shape_text(found[name]) != shape_text(tensor)
     ]
     return lines
+
+
+def first_lines(lines: Sequence[str]) -> str:
+    """Return the first few of them as one line, and how many more there are."""
+    more = f" and {len(lines) - _MOST_NAMED} more" if len(lines) > _MOST_NAMED else ""
+    return f"{'; '.join(line.strip() for line in lines[:_MOST_NAMED])}{more}"
 
 
 def shape_text(tensor: Any) -> str:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+from roundpipe_lightning.models.load_module import first_lines, shape_differences
 from roundpipe_lightning.models.weight_files import check_exported
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ _COUNTS = ("r", "init_r", "target_r", "num_virtual_tokens")
 _NOT_SETTINGS = frozenset(
     {"peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version"}
 )
-_MOST_NAMED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,38 +235,19 @@ def _load_adapter(model: PreTrainedModel, source: str, *, method: str) -> PeftMo
         try:
             adapted = cast("PeftModel", peft.get_peft_model(model, config))
         except (ValueError, NotImplementedError) as error:
-            raise ModelSourceError(_another_base(source, config, [str(error)])) from error
-        differences = _differences(peft.get_peft_model_state_dict(adapted), weights)
-        if differences:
-            raise ModelSourceError(_another_base(source, config, differences))
+            raise ModelSourceError(_another_base(source, config, str(error))) from error
+        lines = shape_differences(peft.get_peft_model_state_dict(adapted), weights)
+        if lines:
+            what = f"{len(lines)} differences: {first_lines(lines)}"
+            raise ModelSourceError(_another_base(source, config, what))
         peft.set_peft_model_state_dict(adapted, weights)
     return adapted
 
 
-def _differences(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
-    """Everything in which the file differs from what the adapted base needs."""
-    shapes = [
-        f"{name} is {tuple(given[name].shape)} in the file and {tuple(wanted[name].shape)} here"
-        for name in wanted
-        if name in given and given[name].shape != wanted[name].shape
-    ]
-    found = {
-        "wrong shapes": shapes,
-        "missing in the file": sorted(set(wanted) - set(given)),
-        "without a place in this base": sorted(set(given) - set(wanted)),
-    }
-    lines = []
-    for what, names in found.items():
-        if names:
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            lines.append(f"{len(names)} {what} ({'; '.join(names[:_MOST_NAMED])}{more})")
-    return lines
-
-
-def _another_base(source: str, config: PeftConfig, differences: list[str]) -> str:
+def _another_base(source: str, config: PeftConfig, what: str) -> str:
     base = config.base_model_name_or_path
     made_for = f", which was made for {base!r}," if base else ""
     return (
-        f"peft.adapter={source!r}{made_for} does not fit this model: {', '.join(differences)}. "
+        f"peft.adapter={source!r}{made_for} does not fit this model: {what}. "
         "Choose the model that it was trained on."
     )

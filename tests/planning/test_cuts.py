@@ -16,7 +16,7 @@ from roundpipe_lightning.planning.search.request import PartitionHints, Planning
 from tests.kit.plans import default_plan, keeps_cuts, keeps_limits
 from tests.kit.profiles import machine, random_profiles, uniform_profile
 
-QUICK = Effort(num_actions=30_000, num_children=24, num_parents=8)
+QUICK = Effort(num_actions=30_000)
 
 
 @st.composite

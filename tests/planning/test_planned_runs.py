@@ -86,7 +86,7 @@ def test_the_engine_runs_random_plans_with_unchanged_results(
             num_microbatches=num_microbatches,
             num_batches=num_batches,
             recompute=recompute or tuple(RecomputePolicy),
-            effort=Effort(num_actions=20_000, num_children=16, num_parents=6),
+            effort=Effort(num_actions=20_000),
         ),
     )
     batches = regression_batches(num_microbatches * num_batches)

@@ -23,7 +23,7 @@ from roundpipe_lightning.planning.search.request import PlanningRequest
 from tests.kit.plans import keeps_cuts, keeps_limits
 from tests.kit.profiles import machine, random_profiles, uniform_profile
 
-QUICK = Effort(num_actions=50_000, num_children=24, num_parents=8)
+QUICK = Effort(num_actions=50_000)
 
 
 def heavy(profile: ModelProfile, *, parameter_bytes: int) -> ModelProfile:
@@ -142,7 +142,7 @@ def test_a_request_that_contradicts_the_machine_is_refused(
         plan_training(uniform_profile(4), hardware=machine(4), request=request_)
 
 
-SHORT = Effort(num_actions=20_000, num_children=16, num_parents=6)
+SHORT = Effort(num_actions=20_000)
 FULL, SELECTIVE, NONE = RecomputePolicy
 
 

@@ -15,7 +15,7 @@ from roundpipe_lightning.planning.search.partition import StageLimits, even_part
 from tests.kit.plans import balanced_partition
 from tests.kit.profiles import random_profiles, uniform_profile
 
-QUICK = Effort(num_actions=100_000, num_children=32, num_parents=12)
+QUICK = Effort(num_actions=100_000)
 
 
 def simulated(evaluator: Evaluator, partition: Partition) -> float:

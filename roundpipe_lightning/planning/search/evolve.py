@@ -29,6 +29,8 @@ from roundpipe_lightning.planning.search.partition import StageLimits
 Fits = Callable[[PartitionTable], npt.NDArray[np.bool_]]
 """Mask of the partitions of a table that fit the devices' memory."""
 
+_CHILDREN = 256  # partitions of a generation
+_PARENTS = 48  # partitions that survive one
 _PATIENCE = 30  # generations without a better partition after which the search ends
 
 
@@ -38,8 +40,6 @@ class Effort:
 
     Attributes:
         num_actions: Actions to simulate, at most, in all generations together.
-        num_children: Partitions per generation.
-        num_parents: Partitions that survive a generation.
         num_generations: Generations, at most; 0: no search.
         num_even: Numbers of stages to choose from among even partitions, about.
         num_verified_actions: Actions of the simulations, together, that even partitions get which
@@ -47,8 +47,6 @@ class Effort:
     """
 
     num_actions: int = 30_000_000
-    num_children: int = 256
-    num_parents: int = 48
     num_generations: int = 200
     num_even: int = 12
     num_verified_actions: int = 20_000
@@ -80,7 +78,7 @@ class PartitionSearch:
         self._add(even)
         if self.evaluator.profile.num_blocks:
             stages = sum(partition.num_stages for partition in even) // len(even)
-            generation = self.effort.num_children * stages * sum(self.evaluator.rounds)
+            generation = _CHILDREN * stages * sum(self.evaluator.rounds)
             most = min(max(4, self.effort.num_actions // generation), self.effort.num_generations)
             # Unequal workers' stages are as long as the workers are fast, and in no order.
             in_order = not (self.evaluator.pipelines or self.evaluator.profile.cuts)
@@ -123,9 +121,9 @@ class PartitionSearch:
         """Replace bad partitions by variants of good ones until that stops to help."""
         best, stalled = float("inf"), 0
         for _ in range(num_generations):
-            parents = self._ranked()[: self.effort.num_parents]
+            parents = self._ranked()[:_PARENTS]
             self.seconds = {parent: self.seconds[parent] for parent in parents}
-            self._add_children(parents, self.effort.num_children, in_order=in_order)
+            self._add_children(parents, _CHILDREN, in_order=in_order)
             leader = min(self.seconds.values())
             best, stalled = (leader, 0) if leader < best else (best, stalled + 1)
             if stalled == _PATIENCE:

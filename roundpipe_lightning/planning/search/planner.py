@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from roundpipe_lightning.errors import FitError, PlanError
 from roundpipe_lightning.planning.cost.costs import UpdateTiming
@@ -245,19 +246,17 @@ class _Choice:
 
     def _verify(self, estimates: Mapping[Case, Sequence[float]]) -> None:
         """Simulate even partitions that might be better than the best, the likeliest first."""
-        evens = [
-            (seconds, case, index)
-            for case in self._even
-            for index, seconds in enumerate(estimates[case])
+        likely = [
+            (seconds, bound, case, partition)
+            for case, even in self._even.items()
+            for seconds, bound, partition in zip(
+                estimates[case], case.bounds(even), even, strict=True
+            )
         ]
-        bounds: dict[Case, Sequence[float]] = {}
         actions = 0
-        for _, case, index in sorted(evens, key=lambda even: even[0]):
-            partition = self._even[case][index]
-            if case not in bounds:
-                bounds[case] = case.bounds(self._even[case]).tolist()
+        for _, bound, case, partition in sorted(likely, key=itemgetter(0)):
             if self._best is not None:
-                if bounds[case][index] >= self._best[1].step_seconds:
+                if bound >= self._best[1].step_seconds:
                     continue
                 actions += case.num_actions(partition)
                 if actions > self._request.effort.num_verified_actions:
