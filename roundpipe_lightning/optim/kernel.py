@@ -23,8 +23,8 @@ from torch import Tensor
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim.blockwise import BLOCK, num_blocks
 from roundpipe_lightning.optim.disk import StateFiles
-from roundpipe_lightning.optim.pieces import FlatParameter, Scratch, Task, cut_into_tasks
-from roundpipe_lightning.optim.state import NUM_SCRATCH, MomentFormat, step_with_torch
+from roundpipe_lightning.optim.pieces import FlatParameter, Task, cut_into_tasks
+from roundpipe_lightning.optim.state import MomentFormat, step_with_torch
 
 if TYPE_CHECKING:
     from roundpipe_lightning.optim.native import PieceStep
@@ -96,14 +96,12 @@ class StepKernel:
 
     @functools.cached_property
     def _threads(self) -> KernelThreads[Task]:
-        return KernelThreads(
-            num_threads=self._num_threads, num_scratch=NUM_SCRATCH * self._piece_elements
-        )
+        return KernelThreads(num_threads=self._num_threads)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepKernel:
         return self
 
-    def _work(self, parameters: Sequence[FlatParameter]) -> Callable[[Task, Scratch], None]:
+    def _work(self, parameters: Sequence[FlatParameter]) -> Callable[[Task], None]:
         """Return the function that steps a task."""
         with_torch = functools.partial(
             step_with_torch,
@@ -114,7 +112,7 @@ class StepKernel:
             return with_torch
         steps = {parameter: self._native_step(parameter) for parameter in parameters}
 
-        def work(task: Task, scratch: Scratch) -> None:
+        def work(task: Task) -> None:
             rest = []
             for piece in task:
                 step = steps[piece.parameter]
@@ -123,7 +121,7 @@ class StepKernel:
                 else:
                     step(piece.start, piece.stop)
             if rest:
-                with_torch(tuple(rest), scratch)
+                with_torch(tuple(rest))
 
         return work
 
@@ -208,18 +206,15 @@ class KernelThreads(Generic[T]):
     Args:
         num_threads: How many; None: as many as torch's intra-op threads, but one processor in
             eight is left to others.
-        num_scratch: Elements of each thread's scratch memory.
     """
 
-    def __init__(self, *, num_threads: int | None, num_scratch: int) -> None:
+    def __init__(self, *, num_threads: int | None) -> None:
         processors = sorted(usable_processors())
         self._processors = processors[len(processors) // _MANY :]
         self.num_threads = num_threads or min(torch.get_num_threads(), len(self._processors))
-        self._num_scratch = num_scratch
-        self._own = threading.local()
         self._pool: ThreadPoolExecutor | None = None
 
-    def process(self, work: Callable[[T, Scratch], None], pieces: Iterable[T]) -> None:
+    def process(self, work: Callable[[T], object], pieces: Iterable[T]) -> None:
         """Call `work` for every piece, in any thread, and wait.
 
         Raises:
@@ -235,9 +230,8 @@ class KernelThreads(Generic[T]):
                         piece = left.popleft()
                     except IndexError:
                         return
-                    self._own.scratch.clear()
                     try:
-                        work(piece, self._own.scratch)
+                        work(piece)
                     except BaseException:
                         left.clear()
                         raise
@@ -261,22 +255,18 @@ class KernelThreads(Generic[T]):
     def _started(self) -> ThreadPoolExecutor:
         if self._pool is None:
             total = torch.get_num_threads()
-            given = (self._own, self._num_scratch, self._processors)
-            all_there = threading.Barrier(self.num_threads)
+            given = (self._processors, threading.Barrier(self.num_threads))
             self._pool = ThreadPoolExecutor(
-                self.num_threads, "roundpipe-optimizer", _prepare, (*given, all_there)
+                self.num_threads, "roundpipe-optimizer", _prepare, given
             )
             wait([self._pool.submit(int) for _ in range(self.num_threads)])
             torch.set_num_threads(total)  # a thread's own number is also that of later threads
         return self._pool
 
 
-def _prepare(
-    own: threading.local, num_scratch: int, processors: list[int], all_there: threading.Barrier
-) -> None:
+def _prepare(processors: list[int], all_there: threading.Barrier) -> None:
     """Begin a thread. It holds nothing that holds the pool, which would then never end."""
     torch.get_num_threads()  # a thread's first question sets the number to that of all
     torch.set_num_threads(1)
-    own.scratch = Scratch(num_scratch)
     pin_this_thread(processors)
     all_there.wait()

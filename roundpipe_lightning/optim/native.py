@@ -25,8 +25,8 @@ from roundpipe_lightning.optim.compiled_loops import (
     factors_of,
     noise_keys,
 )
-from roundpipe_lightning.optim.pieces import FlatParameter, Piece, Scratch, Settings
-from roundpipe_lightning.optim.state import NUM_SCRATCH, MomentFormat, step_with_torch
+from roundpipe_lightning.optim.pieces import FlatParameter, Piece, Settings
+from roundpipe_lightning.optim.state import MomentFormat, step_with_torch
 
 _NEEDED = ("avx2", "fma", "f16c")  # of x86: without them LLVM calls functions that may be missing
 _WIDTHS = (8, 4, 16)  # numbers that torch's kernel may step at a time; in torch 2.13 it is 8
@@ -136,7 +136,6 @@ def _has_bits_of_torch(form: KernelForm, function: Callable[..., None], width: i
             PieceStep(mine, form, function, width)(0, _TRIED)
             step_with_torch(
                 (Piece(parameter=theirs, start=0, stop=_TRIED),),
-                Scratch(NUM_SCRATCH * _TRIED),
                 moments=form.moments.moments,
                 stochastic_rounding=form.stochastic,
             )

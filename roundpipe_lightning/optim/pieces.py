@@ -77,28 +77,6 @@ def cut_into_tasks(parameters: Sequence[FlatParameter], *, size: int) -> Iterato
         yield tuple(group)
 
 
-class Scratch:
-    """float32 memory, small enough for the cache, in which a thread converts its pieces.
-
-    Args:
-        num_elements: How much there is; what is asked for beyond it is allocated.
-    """
-
-    def __init__(self, num_elements: int) -> None:
-        self._memory = torch.empty(num_elements, dtype=torch.float32)
-        self._used = 0
-
-    def allocate(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        start, stop = self._used, self._used + count
-        if dtype is not torch.float32 or stop > self._memory.numel():
-            return torch.empty(count, dtype=dtype)
-        self._used = stop
-        return self._memory[start:stop]
-
-    def clear(self) -> None:
-        self._used = 0
-
-
 # ------------------------------------------------------------------------------- order in memory
 
 

@@ -8,8 +8,8 @@ checkpoint  step   noise_seed   exp_avg                            exp_avg_sq
 ```
 
 A step works on pieces of flat tensors. For each piece a moment is *loaded* as a tensor of the
-working dtype (its own memory where it already is that, else scratch memory), stepped in place, and
-*saved*. `step_with_torch` does so with torch's operations, which define the bits. Machine code
+working dtype (its own memory where it already is that, else a copy), stepped in place, and *saved*.
+`step_with_torch` does so with torch's operations, which define the bits. Machine code
 (`optim/native.py`) does the same in one loop.
 """
 
@@ -36,7 +36,6 @@ from roundpipe_lightning.optim.blockwise import (
 from roundpipe_lightning.optim.pieces import (
     ROUNDED,
     Piece,
-    Scratch,
     Task,
     dense_like,
     flattened_like,
@@ -44,7 +43,6 @@ from roundpipe_lightning.optim.pieces import (
 )
 from roundpipe_lightning.optim.rounding import round_stochastically
 
-NUM_SCRATCH = 4  # tensors that may have to be converted: master, gradient and two moments
 _LARGE = 1 << 20  # elements of a parameter whose bytes are those of a large model
 _PIECE = 1 << 18  # elements that a whole moment is converted by; a multiple of BLOCK
 
@@ -64,10 +62,10 @@ class Moment:
     def fields(self, parameter: Tensor) -> dict[str, Tensor]:
         return {self.name: dense_like(parameter, self._dtype or working_dtype(parameter))}
 
-    def load(self, flat: Mapping[str, Tensor], start: int, stop: int, scratch: Scratch) -> Tensor:
+    def load(self, flat: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
         """Return elements `start` (a multiple of `BLOCK`) to `stop` in the working dtype."""
         piece = flat[self.name][start:stop]
-        return piece if self._dtype is None else scratch.allocate(stop - start).copy_(piece)
+        return piece if self._dtype is None else piece.float()
 
     def save(self, loaded: Tensor, flat: Mapping[str, Tensor], random: Noise) -> None:
         """Write a piece back, which began at `random.offset`; `loaded` may be overwritten."""
@@ -98,9 +96,9 @@ class BlockwiseMoment(Moment):
             self._scales: torch.empty(count, dtype=torch.float32, device="meta"),
         }
 
-    def load(self, flat: Mapping[str, Tensor], start: int, stop: int, scratch: Scratch) -> Tensor:
+    def load(self, flat: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
         codes, scales = self._piece(flat, start, stop)
-        return self._code.decode(codes, scales, out=scratch.allocate(stop - start))
+        return self._code.decode(codes, scales, out=torch.empty(stop - start))
 
     def save(self, loaded: Tensor, flat: Mapping[str, Tensor], random: Noise) -> None:
         codes, scales = self._piece(flat, random.offset, random.offset + loaded.numel())
@@ -235,14 +233,14 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def step_with_torch(
-    task: Task, scratch: Scratch, *, moments: tuple[Moment, Moment], stochastic_rounding: bool
+    task: Task, *, moments: tuple[Moment, Moment], stochastic_rounding: bool
 ) -> None:
     """Step pieces of parameters, in any thread."""
     first, second = moments
-    values = [_loaded(piece.parameter.values, piece, scratch) for piece in task]
-    gradients = [_loaded(piece.parameter.gradient, piece, scratch) for piece in task]
-    firsts = [first.load(p.parameter.state, p.start, p.stop, scratch) for p in task]
-    seconds = [second.load(p.parameter.state, p.start, p.stop, scratch) for p in task]
+    values = [_loaded(piece.parameter.values, piece) for piece in task]
+    gradients = [_loaded(piece.parameter.gradient, piece) for piece in task]
+    firsts = [first.load(p.parameter.state, p.start, p.stop) for p in task]
+    seconds = [second.load(p.parameter.state, p.start, p.stop) for p in task]
     settings = task[0].parameter.settings
     torch._fused_adamw_(
         values,
@@ -277,13 +275,9 @@ def _save_values(values: Tensor, piece: Piece, *, stochastic_rounding: bool) -> 
         parameter.copy[piece.start : piece.stop].copy_(master)
 
 
-def _loaded(tensor: Tensor, piece: Piece, scratch: Scratch) -> Tensor:
-    """Return a piece of a tensor in the working dtype; in scratch memory if it is converted."""
-    dtype = working_dtype(piece.parameter.values)
-    part = tensor[piece.start : piece.stop]
-    if part.dtype is dtype:
-        return part
-    return scratch.allocate(part.numel(), dtype).copy_(part)
+def _loaded(tensor: Tensor, piece: Piece) -> Tensor:
+    """Return a piece of a tensor in the working dtype; its own memory where it has it already."""
+    return tensor[piece.start : piece.stop].to(working_dtype(piece.parameter.values))
 
 
 def _noise(piece: Piece, what: str) -> Noise:
