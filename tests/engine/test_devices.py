@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,6 +187,19 @@ def test_ctrl_c_at_the_end_of_a_wait_leaves_the_next_one_its_answer() -> None:
     with pytest.raises(KeyboardInterrupt):
         countdown.wait(60)
     assert countdown.wait(0)
+
+
+def test_leaving_joins_the_threads_even_after_an_error() -> None:
+    before = set(threading.enumerate())
+
+    def use_a_team() -> None:
+        with _team(3) as team:
+            team.start([lambda: sleep(0.1)] * 3, on_failure=_unexpected)
+            raise ValueError("planned")
+
+    with pytest.raises(ValueError, match="planned"):
+        use_a_team()
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize(

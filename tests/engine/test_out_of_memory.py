@@ -14,6 +14,7 @@ from roundpipe_lightning.engine.worker.out_of_memory import (
     HeldMemory,
     Shortage,
     is_out_of_memory,
+    memory_explained,
 )
 from roundpipe_lightning.errors import DeviceMemoryError
 from roundpipe_lightning.planning.schedule.plan import Plan
@@ -247,3 +248,17 @@ def test_settings_follow_from_what_was_run() -> None:
 )
 def test_what_counts_as_out_of_memory(error: BaseException, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
+
+
+def test_other_errors_pass() -> None:
+    def never() -> Shortage:
+        pytest.fail("nothing is to be explained")
+
+    error = RuntimeError("shapes cannot be multiplied")
+    with pytest.raises(RuntimeError) as caught, memory_explained(never):
+        raise error
+    assert caught.value is error
+    inner = DeviceMemoryError("explained")
+    with pytest.raises(DeviceMemoryError) as again, memory_explained(never):
+        raise inner
+    assert again.value is inner

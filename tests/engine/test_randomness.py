@@ -19,6 +19,7 @@ from roundpipe_lightning.engine.capture.randomness import (
     RandomStream,
     StepDraws,
     UnrepeatableDrawWarning,
+    mix,
 )
 from roundpipe_lightning.engine.chain.saved_outputs import ChangedRecomputeWarning
 from roundpipe_lightning.engine.steps import StepResult
@@ -316,6 +317,13 @@ def test_every_python_function_around_them_is_known() -> None:
         if code is not None and RANDOM_FUNCTIONS & set(code.co_names):
             unknown.add(function.__name__)
     assert unknown - RANDOM_FUNCTIONS == set()
+
+
+def test_mix_spreads_small_integers() -> None:
+    seeds = {mix(a, b, c) for a in range(8) for b in range(8) for c in range(8)}
+    assert len(seeds) == 8**3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert mix(1, 2) != mix(2, 1)
 
 
 # --------------------------------------------------------------------- what a recompute cannot see

@@ -385,3 +385,13 @@ def test_a_waiter_waits_until_the_worker_is_free() -> None:
     thread.join()
     assert "worker 0: 1 of 6 done, runs F0.1" in turns.progress().to_text()
     assert "worker 1: 0 of 4 done, may begin F1.0" in turns.progress().to_text()
+
+
+def test_a_begin_after_an_abort_raises_at_once() -> None:
+    graph = TurnGraph.from_plan(_plan())
+    turns = Turns(graph)
+    turns.abort()
+    for path in graph.paths:
+        for action in path:
+            with pytest.raises(StepAborted):
+                turns.begin(action)  # one that waited would wait for ever

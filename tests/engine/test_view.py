@@ -202,6 +202,11 @@ def test_attributes_are_the_originals_live(server: Server) -> None:
     assert hasattr(view, "count")
 
 
+def test_a_view_describes_itself_as_the_original(server: Server) -> None:
+    module = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1))
+    assert repr(server.maker.view_of(module)) == repr(module)
+
+
 def test_a_view_reads_what_it_has_written(server: Server) -> None:
     """Another microbatch's write in between must not be seen."""
     original: Any = Base()
@@ -312,6 +317,14 @@ def test_classes_that_do_unusual_things(server: Server) -> None:
     assert view.needed() == 1
     assert view.forwarded == "from the original's own __getattr__"
     assert isinstance(view.linear, View)
+
+
+def test_closed_views_hold_nothing(server: Server) -> None:
+    view = server.view(Base())
+    child = view.child
+    server.maker.close()
+    assert not view.__dict__
+    assert not child.__dict__
 
 
 REGISTERS: list[Callable[[Any], None]] = [

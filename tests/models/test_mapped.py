@@ -3,22 +3,35 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import weakref
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes.functional
 import pytest
 import torch
-from peft import LoraConfig
-from torch import nn
+from peft import LoraConfig, PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from benchmarks.checkpoint_loading import REPOSITORY, write_checkpoint
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models import weight_files
+from roundpipe_lightning.models.export import ExportOptions, export_pretrained
+from roundpipe_lightning.models.quantized import (
+    _Encoding,
+    dequantize_layer,
+    encodings_of,
+    quantize_frozen,
+)
 from roundpipe_lightning.models.weight_files import UnmappedWeightsWarning, mapped_parameters
+from roundpipe_lightning.models.work.parameters import parameter_work
 from roundpipe_lightning.models.work.work_profile import step_profile
 from roundpipe_lightning.modules import ModelSource
+from roundpipe_lightning.planning.model.storage import ParameterStorage
+from roundpipe_lightning.planning.model.work import MicrobatchShape, size_model
 from tests.kit.architectures import TINY, Adapted, token_batches
 from tests.kit.engine import (
     cpu_workers,
@@ -252,3 +265,227 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
     model = source(tmp_path, frozen_weights="mmap").build()
     assert isinstance(model.model.norm.weight, MappedParameter)
     assert torch.equal(model.model.norm.weight, torch.full((16,), 3.0))
+
+
+def adapted_base(bits: int, **options: Any) -> Adapted:
+    base = ModelSource(architecture=TINY, frozen_bits=bits).build()
+    return Adapted(base, LoraConfig(r=2, target_modules="all-linear", **options))
+
+
+def linear_layers(model: Any) -> dict[str, nn.Linear]:
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and name != "lm_head"
+    }
+
+
+def by_hand(layer: Any, bits: int) -> Tensor:
+    """The weight from its codes, without the library: the table of NF4, or equal steps."""
+    weight: Tensor = layer.weight
+    codes = layer.weight_codes.flatten()
+    if bits == 4:
+        codes = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
+        make_table: Any = bitsandbytes.functional.get_4bit_type
+        table: Tensor = make_table("nf4", device="cpu")
+    else:
+        table = torch.arange(-127, 129).clamp(max=127) / 127
+    scales = layer.weight_scales.view(torch.float32).repeat_interleave(64)
+    values: Tensor = table[codes.long()] * scales
+    return values.to(weight.dtype).view(weight.shape)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_those_of_the_library(bits: int, dtype: str) -> None:
+    plain = ModelSource(architecture=TINY, dtype=dtype).build()
+    model: Any = ModelSource(architecture=TINY, dtype=dtype, frozen_bits=bits).build()
+    limit = {8: 0.02, 4: 0.15}[bits]
+    for name, layer in linear_layers(model).items():
+        assert encodings_of(layer)
+        weight = plain.get_parameter(f"{name}.weight").detach()
+        assert layer.weight.dtype == weight.dtype
+        error = (layer.weight.float() - weight.float()).abs().mean()
+        assert error < limit * weight.float().abs().mean()
+        assert torch.equal(layer.weight, by_hand(layer, bits))
+    assert not encodings_of(model.lm_head)
+    assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
+    assert not any(p.requires_grad for p in model.parameters())
+    before = {name: layer.weight for name, layer in linear_layers(model).items()}
+    model.to(torch.bfloat16).half().float()  # no cast touches the scales
+    layers = linear_layers(model)
+    assert all(torch.equal(weight, layers[name].weight) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_store_shrinks_with_the_bits(bits: int) -> None:
+    architecture = {**TINY, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    sizes = []
+    for frozen_bits in (16, bits):
+        model = ModelSource(
+            architecture=architecture, dtype="bfloat16", frozen_bits=frozen_bits
+        ).build()
+        store = HostStore(model, list(model.model.layers))
+        sizes.append(sum(p.nbytes for p in store.parameters_of(model.model.layers[0])))
+    scales = 4 / 64 / 2  # a float32 for 64 weights of two bytes
+    assert sizes[1] / sizes[0] == pytest.approx(bits / 16 + scales, rel=0.02)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_adapters_train_as_in_plain_pytorch(bits: int, options: dict[str, Any]) -> None:
+    module, batches = adapted_base(bits, **options), token_batches(4)
+    plain = plain_step(module, batches)
+    frozen = {n: p.clone() for n, p in module.named_parameters() if not p.requires_grad}
+    stack = stack_of(module.blocks)
+    plan = plan_of(stack, num_workers=2, num_microbatches=4)
+    for devices in (cpu_workers(2), emulated_workers(2)):
+        with engine_of(module, stack, plan, devices=devices) as engine:
+            result = mean_step(engine, batches)
+        assert not differences(module, result, plain), devices[0].name
+        assert len(result.gradients) == sum(p.requires_grad for p in module.parameters())
+    assert all(torch.equal(module.get_parameter(name), p) for name, p in frozen.items())
+
+
+@pytest.mark.parametrize("frozen_weights", ["memory", "mmap"])
+def test_published_weights_are_quantised_as_they_are_read(
+    tmp_path: Path, frozen_weights: str
+) -> None:
+    saved = save(tmp_path, TINY, dtype="bfloat16", max_shard_size="10KB")
+    model = source(tmp_path, frozen_bits=4, frozen_weights=frozen_weights).build()
+    quantize_frozen(saved, 4)
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
+    in_files = set(mapped_parameters(model))
+    assert ("model.embed_tokens.weight" in in_files) == (frozen_weights == "mmap")
+    assert not any("self_attn.q_proj" in name for name in in_files)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(model.state_dict()) == (28 if frozen_weights == "mmap" else 28 + 10 + 1)
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+}
+"""Options of the forms of fused experts."""
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_fused_experts_are_quantised_as_they_are_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, **MIXTURES[kind]}
+    if kind == "deepseek_v3":
+        sizes |= {"head_dim": 4, "num_key_value_heads": 2}
+    save(tmp_path, {**TINY, "model_type": kind, "tie_word_embeddings": False, **sizes})
+    base = source(tmp_path, frozen_bits=4).build()
+    experts = [m for m in base.modules() if getattr(m, "gate_up_proj_codes", None) is not None]
+    assert len(experts) == (1 if kind == "deepseek_v3" else 2)
+    assert all(layer.down_proj_codes.dtype is torch.uint8 for layer in experts)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)
+    stack = stack_of(tuple(plain.model.layers))
+    for bits, model in ((4, base), (8, source(tmp_path, frozen_bits=8).build())):
+        planned = ParameterStorage(frozen_bits=bits).stored(
+            size_model(parameter_work(plain, stack), shape=MicrobatchShape(sequences=1, seq_len=9))
+        )
+        parts = (planned.head, *planned.blocks, planned.tail)
+        assert sum(part.parameter_bytes for part in parts) == sum(
+            t.nbytes for t in [*model.parameters(), *model.buffers()]
+        )
+    for name, parameter in plain.named_parameters():
+        parameter.data = _value(base, name)
+    config = LoraConfig(r=2, target_modules=["q_proj", "o_proj", "q_a_proj"])
+    ours, theirs = Adapted(base, config), Adapted(plain, config)
+    batch, whole_weights = token_batches(1)[0], []
+    dequantize = _Encoding.dequantize
+
+    def noted(self: Any, *args: Any) -> Tensor:
+        weight = dequantize(self, *args)
+        whole_weights.append(weakref.ref(weight))
+        return weight
+
+    monkeypatch.setattr(_Encoding, "dequantize", noted)
+    loss = ours.training_step(batch, 0)
+    assert len(whole_weights) == len([n for n, _ in base.named_parameters() if "_codes" in n])
+    assert not any(weight() is not None for weight in whole_weights), "the graph has the codes"
+    expected = theirs.training_step(batch, 0)
+    assert torch.equal(loss, expected)
+    loss.backward()
+    expected.backward()
+    for name, parameter in theirs.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None
+            torch.testing.assert_close(
+                ours.get_parameter(name).grad, parameter.grad, rtol=0, atol=0, msg=name
+            )
+
+
+def _value(model: Any, name: str) -> Tensor:
+    owner, _, last = name.rpartition(".")
+    value: Tensor = getattr(model.get_submodule(owner), last)
+    return value.detach()
+
+
+def test_a_pickle_of_tensors_is_quantised_too(tmp_path: Path) -> None:
+    saved = save(tmp_path, TINY)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(saved.state_dict(), tmp_path / "pytorch_model.bin")
+    layer = source(tmp_path, frozen_bits=8).build().model.layers[0].mlp.up_proj
+    assert set(layer.state_dict()) == {"weight_codes", "weight_scales"}
+    weight = layer.weight
+    dequantize_layer(layer)
+    assert type(layer) is nn.Linear
+    assert torch.equal(layer.weight, weight)
+    assert set(layer.state_dict()) == {"weight"}
+
+
+def test_a_state_dict_comes_back() -> None:
+    first, second = adapted_base(4), adapted_base(4)
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.zero_()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    batch = token_batches(1)[0]
+    assert torch.equal(first.training_step(batch, 0), second.training_step(batch, 0))
+
+
+def test_exports_are_dequantised(tmp_path: Path) -> None:
+    module = adapted_base(4)
+    ids = torch.arange(9)[None]
+    expected = module.eval().model(input_ids=ids).logits
+    export_pretrained(module.model, tmp_path / "merged", options=ExportOptions(merge=True))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    export_pretrained(module.model, tmp_path / "adapter", options=ExportOptions())
+    base = ModelSource(architecture=TINY, frozen_bits=4).build()
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert torch.equal(loaded(input_ids=ids).logits, expected)
+    base = ModelSource(architecture=TINY, frozen_bits=4).build()
+    export_pretrained(base, tmp_path / "base", options=ExportOptions())
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    for name, layer in linear_layers(base).items():
+        assert torch.equal(plain.get_parameter(f"{name}.weight"), layer.weight)
+
+
+def test_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"frozen_bits=3 is not one of 16, 8, 4"):
+        ModelSource(architecture=TINY, frozen_bits=3)
+    with pytest.raises(ConfigurationError, match=r"Embedding has no linear layer or experts"):
+        quantize_frozen(nn.Embedding(2, 2), 8)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    found = ModelSource(architecture=TINY, frozen_bits=4)  # planning needs no library
+    with pytest.raises(ConfigurationError, match=r"needs bitsandbytes.*\[quant\]"):
+        found.build()

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.hardware import Efficiency, load_hardware
 from roundpipe_lightning.planning.model.work import (
     Amount,
@@ -33,6 +34,27 @@ def test_three_values_give_the_coefficients(fixed: int, per_token: int, per_squa
     fitted = Amount.fit(*values, seq_len=64)
     for size in ((3, 32), (1, 1000)):
         assert fitted.of(shape(*size)) == pytest.approx(amount.of(shape(*size)), rel=1e-6)
+
+
+def test_amounts_add_up() -> None:
+    both = Amount(fixed=1, per_token=2) + Amount(per_token=3, per_square=4)
+    assert both == Amount(fixed=1, per_token=5, per_square=4)
+    work = Work(matrix_operations=both) + Work(matrix_operations=both, memory_bytes=both)
+    assert work.matrix_operations.of(shape(1, 2)) == 2 * (1 + 10 + 16)
+    assert work.memory_bytes == both
+
+
+def test_a_peak_is_the_largest_amount() -> None:
+    peak = Peak(amounts=(Amount(fixed=100), Amount(per_token=3)))
+    assert (peak.of(shape(1, 10)), peak.of(shape(1, 100))) == (100, 300)
+    assert Peak().of(shape(1, 1)) == 0
+    assert Peak(amounts=(Amount(fixed=-100, per_token=1),)).of(shape(1, 10)) == 0
+
+
+def test_a_microbatch_has_tokens() -> None:
+    assert shape(3, 5).tokens == 15
+    with pytest.raises(PlanError, match="sequences=0"):
+        shape(0, 5)
 
 
 def test_kinds_of_work_take_their_share_of_a_rate() -> None:
