@@ -64,7 +64,7 @@ class VisionDataModule(FileDataModule):
             raise ConfigurationError(
                 f"data.too_long={self.options.too_long} would cut images. Use refuse or drop."
             )
-        self.forms = Forms(kinds=self.kinds, names=self.options.fields, images=True)
+        self.forms = Forms(kinds=self.kinds, names=self.options.fields or {}, images=True)
 
     @cached_property
     def processor(self) -> Any:
@@ -184,6 +184,12 @@ class _SeenEncoder(ConversationEncoder):
             return_offsets_mapping=True,
             return_text_replacement_offsets=True,
         )
+        if "text_replacement_offsets" not in found:  # Idefics 3's, in transformers 5.23
+            raise ConfigurationError(
+                f"The processor of this model ({type(self._processor).__name__}) does not tell "
+                "where images stand among its tokens, so the assistant's words cannot be found. "
+                "Choose another vision-language model: Gemma 3, Llava, Qwen2.5-VL or SmolVLM."
+            )
         moves = [(m["span"][1], m["new_span"][1]) for m in found["text_replacement_offsets"][0]]
 
         def moved(at: int) -> int:

@@ -36,8 +36,7 @@ def unreadable(what: str, name: str, error: Exception, *, otherwise: str) -> Mod
     if any(isinstance(each, GatedRepoError) for each in causes):  # is a RepositoryNotFoundError
         return ModelSourceError(
             f"{what} is gated or private ({cause}). Ask for access on its page on the hub, then "
-            "log in (`hf auth login`) or set HF_TOKEN. A local folder with its files does as well: "
-            "model=path/to/folder."
+            "log in (`hf auth login`) or set HF_TOKEN. A local folder with its files does as well."
         )
     if any(isinstance(each, RevisionNotFoundError) for each in causes):
         return ModelSourceError(
@@ -49,7 +48,7 @@ def unreadable(what: str, name: str, error: Exception, *, otherwise: str) -> Mod
             f"{what} is neither on the hub nor a folder here ({cause}). Look at the spelling "
             "(owner/name); if it is private, log in (`hf auth login`) or set HF_TOKEN."
         )
-    place = "the local folder" if Path(name).is_dir() else "the Hugging Face hub"
+    place = "this place" if Path(name).exists() else "the Hugging Face hub"
     return ModelSourceError(f"{what} cannot be loaded from {place} ({cause}). {otherwise}")
 
 

@@ -12,16 +12,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from roundpipe_lightning.engine.chain.chain import BlockStack
+from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.microbatch import loss_of
+from roundpipe_lightning.models.losses.lazy_logits import LossFusion
 from roundpipe_lightning.models.work.work_profile import causal_lm_call, work_profile
 from roundpipe_lightning.modules.causal_lm import CausalLanguageModule
 from roundpipe_lightning.planning.model.work import WorkProfile
 from roundpipe_lightning.strategy.planning.dry_run import SilentMetric
-
-
-def _num_bytes(stack: BlockStack) -> int:
-    return sum(p.nbytes for block in stack.blocks for p in block.parameters())
 
 
 @dataclass(kw_only=True, eq=False)
@@ -30,7 +27,7 @@ class MetaModel:
 
     Attributes:
         compute_dtype: What autocast computes in; None: what the parameters are.
-        is_fused: Whether logits are read once.
+        is_fused: Whether losses are computed without whole logits.
     """
 
     module: LightningModule
@@ -46,19 +43,23 @@ class MetaModel:
             ConfigurationError: The model's code cannot be run without values.
         """
         metrics = [part for part in self.module.modules() if isinstance(part, Metric)]
+        reads_once = self.is_fused and isinstance(self.module, CausalLanguageModule)
         return work_profile(
             self.module,
-            max(self.stacks, key=_num_bytes, default=None),  # of several, such as an image tower
-            call=self._call,
+            Chain.from_stacks(self.stacks),
+            call=_read_once if reads_once else self._call,
             compute_dtype=self.compute_dtype,
+            fusion=LossFusion("fused") if self.is_fused and not reads_once else None,
             settings={"log": lambda *_, **__: None, "_device": torch.device("meta")},
             replaced=[(metric, SilentMetric()) for metric in metrics],
         )
 
     def _call(self, root: Any, sequences: int, seq_len: int) -> Tensor:
-        if self.is_fused and isinstance(self.module, CausalLanguageModule):
-            return causal_lm_call(root.model, sequences, seq_len)
         with torch.device("meta"):
             loss = loss_of(root.training_step(root.example_batch(sequences, seq_len)))
         assert loss is not None, "our modules return one"
         return loss
+
+
+def _read_once(root: Any, sequences: int, seq_len: int) -> Tensor:
+    return causal_lm_call(root.model, sequences, seq_len)

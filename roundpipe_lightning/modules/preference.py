@@ -231,12 +231,12 @@ class DirectPreferenceModule(PairModule):
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        reference = self.source.build().requires_grad_(requires_grad=False)
+        # registered first, as its blocks are called first
+        self.reference = self.source.build().requires_grad_(requires_grad=False)
         if self.adapters is None:
             self.model = self.build_model(self.source)
         else:
-            self.model = _with_adapters(reference, self.adapters)
-        self.reference = reference
+            self.model = _with_adapters(self.reference, self.adapters)
 
     def on_train_start(self) -> None:
         assert self.reference is not None, "configure_model ran before"

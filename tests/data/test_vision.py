@@ -103,6 +103,9 @@ def test_an_image_that_cannot_be_read_is_named(folder: Path, record: Any, messag
 def test_settings_and_models_that_cannot_see_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"too_long=cut_end would cut images"):
         make(folder, asked("No."), too_long="cut_end")
+    write_seeing_model(folder / "model", "idefics3")
+    with pytest.raises(ConfigurationError, match=r"Idefics3Processor\) does not tell"):
+        make(folder, asked("No.")).setup()
 
 
 @pytest.mark.parametrize("module", ["vision", "causal_lm"])
@@ -116,8 +119,10 @@ def test_a_plan_says_that_images_are_not_counted(folder: Path, module: str) -> N
 
 
 @pytest.mark.soak
-def test_a_model_that_sees_trains_as_on_one_device(folder: Path) -> None:
-    """Two steps of the recipe on a tiny model of its architecture; rows have 0, 1 or 2 images."""
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_a_model_that_sees_trains_as_on_one_device(folder: Path, family: str) -> None:
+    """Two steps of the recipe on a tiny model; rows have 0, 1 or 2 images."""
+    write_seeing_model(folder / "model", family)
     contents = [part("red.png"), part("blue.png"), part("red.png") + part("blue.png"), "No."]
     [path] = make(folder, *map(asked, contents * 3)).files.parts()
     losses = []

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from roundpipe_lightning.engine.capture.arguments import Copies
-from roundpipe_lightning.engine.chain.chain import BlockStack
+from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.work.meter import Count, FusedAttention, Meter
 
@@ -58,7 +58,7 @@ class MeasuredRun:
 
 def measure_run(
     module: nn.Module,
-    stack: BlockStack | None,
+    chain: Chain,
     call: Call,
     sequences: int,
     seq_len: int,
@@ -68,19 +68,19 @@ def measure_run(
     """Run the user's code once; blocks are measured by themselves, alike ones once.
 
     Args:
-        stack: Its blocks. None: everything is the tail.
+        chain: Its blocks. Without any everything is the tail.
         kinds: What `kinds_of` says of the blocks, where that is known.
 
     Raises:
         ConfigurationError: The code needs values, or fails for another reason.
     """
     meter = Meter()
-    blocks = stack.blocks if stack is not None else ()
+    blocks = [link.block for link in chain.links]
     trained = [p for p in module.parameters() if p.requires_grad]
     inner = {p for block in blocks for p in block.parameters()}
     recorder = _Recorder(
         meter=meter,
-        last=len(blocks) - 1,
+        ends={index for index in range(len(blocks)) if chain.ends_pass(index)},
         outside=[p for p in trained if p not in inner],
     )
     kinds = kinds_of(blocks) if kinds is None else kinds
@@ -130,17 +130,18 @@ class _Recorder:
     """Follows one run through the segments.
 
     Args:
+        ends: Blocks behind which other code runs.
         outside: The trained parameters that no block has.
     """
 
-    def __init__(self, *, meter: Meter, last: int, outside: Sequence[Tensor]) -> None:
+    def __init__(self, *, meter: Meter, ends: Set[int], outside: Sequence[Tensor]) -> None:
         self.head, self.tail = SegmentCost(), SegmentCost()
         # what the blocks did, by index; blocks that are alike share theirs
         self.blocks: dict[int, SegmentCost] = {}
         self.head_modules: set[nn.Module] = set()  # the modules that ran before the first block
         self._meter = meter
-        self._last = last
-        self._in_head = last >= 0
+        self._ends = ends
+        self._in_head = bool(ends)
         self._tail_inputs: list[Tensor] = [*outside]
         self._head_outputs: list[Tensor] = []
         self._alike: dict[tuple[Any, ...], tuple[SegmentCost, Any]] = {}
@@ -158,7 +159,7 @@ class _Recorder:
         self, index: int, kind: int, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
         def measured(*args: Any, **kwargs: Any) -> Any:
-            if index == 0 and self._in_head:
+            if self._in_head:
                 self._end_head(args, kwargs)
             taken = _held_tensors((args, kwargs))
             key = (kind, *((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in taken))
@@ -167,7 +168,7 @@ class _Recorder:
             cost, output = self._alike[key]
             before = self.blocks.get(index, cost)  # a call of another length may be the largest
             self.blocks[index] = max(before, cost, key=lambda one: one.kept_bytes)
-            if index == self._last:
+            if index in self._ends:  # behind the last one that is called the tail begins
                 output = tree_map(_leaf, output)
                 self._tail_inputs += filter(_needs_grad, tree_leaves(output))
                 self.begin()

@@ -58,7 +58,7 @@ def parameter_work(module: nn.Module, stack: Blocks) -> WorkProfile:
         )
 
     head, tail = _segments(module, stack)
-    chain = _chain(stack)
+    chain = chain_of(stack)
     return WorkProfile(
         head=work("head segment", head),
         blocks=tuple(
@@ -82,12 +82,12 @@ def module_fingerprint(module: nn.Module, stack: Blocks) -> str:
     It covers the blocks' names and all parameters' names and shapes, so tied parameters, which have
     one name, differ from untied ones. Values, dtypes, devices and what is trained do not matter.
     """
-    blocks = [f"block {name}" for name in _chain(stack).names]
+    blocks = [f"block {name}" for name in chain_of(stack).names]
     shapes = (f"{name} {tuple(p.shape)}" for name, p in module.named_parameters())
     return fingerprint([*blocks, *shapes])
 
 
-def _chain(stack: Blocks) -> Chain:
+def chain_of(stack: Blocks) -> Chain:
     """Return the calls of a step; those of a stack are one after the other, each once."""
     if isinstance(stack, Chain):
         return stack
@@ -96,7 +96,7 @@ def _chain(stack: Blocks) -> Chain:
 
 def _segments(module: nn.Module, stack: Blocks) -> tuple[list[nn.Module], list[nn.Module]]:
     """The modules outside of the blocks: before the first one, and after it."""
-    chain = _chain(stack)
+    chain = chain_of(stack)
     blocks = {link.block for link in chain.links}
     inside = {inner for block in (*blocks, *chain.others) for inner in block.modules()}
     head: list[nn.Module] = []

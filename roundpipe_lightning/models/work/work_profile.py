@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.trees import map_tensors
-from roundpipe_lightning.engine.chain.chain import BlockStack
+from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion
@@ -44,6 +44,8 @@ from roundpipe_lightning.models.work.meta_run import (
 )
 from roundpipe_lightning.models.work.meter import Count, transformers_attention
 from roundpipe_lightning.models.work.parameters import (
+    Blocks,
+    chain_of,
     module_fingerprint,
     owned_tensors,
     quantizable_tensors,
@@ -68,21 +70,23 @@ def causal_lm_call(module: nn.Module, sequences: int, seq_len: int) -> Tensor:
 
 def work_profile(
     module: nn.Module,
-    stack: BlockStack | None,
+    stack: Blocks,
     *,
     call: Call = causal_lm_call,
     seq_len: int = 2048,
     compute_dtype: torch.dtype | None = None,
+    fusion: LossFusion | None = None,
     settings: Mapping[str, Any] | None = None,
     replaced: Iterable[tuple[object, object]] = (),
 ) -> WorkProfile:
     """Measure a module's work as a function of the microbatch's shape.
 
     Args:
-        stack: Its blocks. None: the whole module is the tail segment.
+        stack: Its blocks; of a chain, blocks that the call leaves out do nothing, and of code
+            between two stacks nothing is measured. None: the whole module is the tail segment.
         seq_len: Tokens of the shorter sequences. Where attention has a window, results are best
             close to it.
-        compute_dtype: As for `step_profile`, whose next two arguments are the same, too.
+        compute_dtype: As for `step_profile`, whose next three arguments are the same, too.
         settings: None: the module itself runs, not a copy.
 
     Raises:
@@ -92,16 +96,18 @@ def work_profile(
         raise ConfigurationError(
             "Work is measured without weights: build the module under torch.device('meta')."
         )
-    run_module, run_stack, original = module, stack, None
+    run_module, original = module, None
+    chain = run_chain = chain_of(stack)
     if settings is not None:
         copy = MetaCopy(module, compute_dtype=compute_dtype, settings=settings, replaced=replaced)
         run_module, original = copy.module, copy.original
-        run_stack = stack and replace(stack, blocks=tuple(map(copy.module_copy, stack.blocks)))
-    kinds = kinds_of(run_stack.blocks) if run_stack is not None else []
+        run_chain = _copied(chain, copy)
+    kinds = kinds_of([link.block for link in run_chain.links])
+    run = call if fusion is None else _fused(call, fusion, run_chain)
 
     def three_runs(seq_len: int) -> list[MeasuredRun]:
         shapes = ((1, seq_len), (1, 2 * seq_len), (2, seq_len))
-        return [measure_run(run_module, run_stack, call, *shape, kinds=kinds) for shape in shapes]
+        return [measure_run(run_module, run_chain, run, *shape, kinds=kinds) for shape in shapes]
 
     fused = True
     with _gradients(run_module):
@@ -123,7 +129,7 @@ def work_profile(
     head_modules = runs[0].head_modules
     if original is not None:
         head_modules = set(map(original, head_modules))
-    work = _profile(module, stack, fits, head_modules=head_modules)
+    work = _profile(module, chain, fits, head_modules=head_modules)
     return work if compute_dtype is None else _with_boundaries_of(work, module, compute_dtype)
 
 
@@ -154,32 +160,30 @@ def step_profile(
         Exception: Whatever the user's code raised.
     """
     copy = MetaCopy(module, compute_dtype=compute_dtype, settings=settings, replaced=replaced)
-    meta_stack = stack and replace(stack, blocks=tuple(map(copy.module_copy, stack.blocks)))
-    if fusion is not None and meta_stack is not None:
-        for block in meta_stack.blocks:
-            block.__dict__["forward"] = _without_fusion(fusion, block.forward)
+    chain = chain_of(stack)
+    meta_chain = _copied(chain, copy)
 
     def on_meta(tensor: Tensor) -> Tensor:
         dtype = compute_dtype if tensor.is_floating_point() and compute_dtype else tensor.dtype
         return torch.empty_like(tensor, dtype=dtype, device="meta")
 
-    def run_step(root: nn.Module, _sequences: int, _seq_len: int) -> Tensor:
-        inputs = map_tensors(on_meta, microbatch)
-        if fusion is None:
-            loss = loss_of(call(root, inputs))
-        else:
-            with fusion.active():
-                loss = loss_of(fusion.materialized(call(root, inputs)))
+    def run_step(root: nn.Module, _sequences: int, _seq_len: int) -> Any:
+        return call(root, map_tensors(on_meta, microbatch))
+
+    step: Call = run_step if fusion is None else _fused(run_step, fusion, meta_chain)
+
+    def loss_of_step(*given: Any) -> Tensor:
+        loss = loss_of(step(*given))
         if loss is None or not loss.requires_grad:
             raise ConfigurationError("The step returned no loss to train on.")
         return loss
 
     with _gradients(copy.module), alone():
-        run = measure_run(copy.module, meta_stack, run_step, 1, 1)
+        run = measure_run(copy.module, meta_chain, loss_of_step, 1, 1)
     if copy.reason_not_copied is not None:  # and the user's code went on without it
         raise ConfigurationError(f"Something could not be copied: {copy.reason_not_copied}.")
     head_modules = {copy.original(child) for child in run.head_modules}
-    work = _profile(module, stack, [_Fit(runs=[run])], head_modules=head_modules)
+    work = _profile(module, chain, [_Fit(runs=[run])], head_modules=head_modules)
     if compute_dtype is not None:
         work = _with_boundaries_of(work, module, compute_dtype)
     return work
@@ -208,9 +212,14 @@ class _Fit:
         return Amount.fit(short, long, double, seq_len=self.seq_len)
 
 
+def _copied(chain: Chain, copy: MetaCopy) -> Chain:
+    links = (replace(link, block=copy.module_copy(link.block)) for link in chain.links)
+    return replace(chain, links=tuple(links))
+
+
 def _profile(
     module: nn.Module,
-    stack: BlockStack | None,
+    chain: Chain,
     fits: Sequence[_Fit],
     *,
     head_modules: set[nn.Module],
@@ -220,12 +229,12 @@ def _profile(
     Args:
         fits: The first gives all amounts; peaks are the larger ones of all.
     """
-    owners = [list(block.modules()) for block in (stack.blocks if stack is not None else ())]
+    owners = [list(link.block.modules()) for link in chain.links]
     inside = {inner for modules in owners for inner in modules}
     rest = [child for child in module.modules() if child not in inside]
-    in_head = head_modules if stack is not None else set()
+    in_head = head_modules if chain.links else set()
     head, tail = ([m for m in rest if (m in in_head) == wanted] for wanted in (True, False))
-    names = ["head segment", *(stack.names if stack is not None else ()), "tail segment"]
+    names = ["head segment", *chain.names, "tail segment"]
     packed = quantizable_tensors(module)
     works = [
         _segment_work(name, index, owned_tensors(modules), fits, packed=packed)
@@ -236,7 +245,8 @@ def _profile(
         blocks=tuple(works[1:-1]),
         tail=works[-1],
         tied_parameters=sum(t.numel() for t in owned_tensors(head) & owned_tensors(tail)),
-        fingerprint=module_fingerprint(module, stack),
+        fingerprint=module_fingerprint(module, chain),
+        cuts=chain.cuts,
     )
 
 
@@ -301,6 +311,18 @@ class _FusedLoss(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         changed: Tensor = logits.detach().mul_(gradient)
         return changed
+
+
+def _fused(call: Call, fusion: LossFusion, chain: Chain) -> Call:
+    """A call whose losses are computed without whole logits, as the engine does outside blocks."""
+    for link in chain.links:
+        link.block.__dict__["forward"] = _without_fusion(fusion, link.block.forward)
+
+    def fused(*given: Any) -> Any:
+        with fusion.active():
+            return fusion.materialized(call(*given))
+
+    return fused
 
 
 def _without_fusion(fusion: LossFusion, forward: Callable[..., Any]) -> Callable[..., Any]:
