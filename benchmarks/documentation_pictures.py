@@ -102,7 +102,7 @@ def packages() -> str:
         160: [(20, 200, "models\nblocks, weights, losses"), (260, 220, "optim\nhost optimizers")],
         230: [(260, 220, "engine\nruns a schedule (PyTorch)")],
         300: [(260, 220, "planning\nnumbers only")],
-        370: [(260, 220, "errors")],
+        370: [(260, 220, "files\nwritten whole or not at all"), (20, 200, "errors")],
     }
     parts = [
         box(x, y, width, 48, text, _BLUE if y < 230 else _GREEN)
@@ -112,7 +112,7 @@ def packages() -> str:
     arrows = [(120, 68, 120, 90), (220, 114, 260, 114), (520, 68, 470, 90), (600, 68, 600, 90)]
     arrows += [(300, 138, 200, 160), (370, 138, 370, 160), (120, 208, 260, 245)]
     arrows += [(370, 208, 370, 230), (600, 138, 480, 250), (370, 278, 370, 300)]
-    parts += [arrow(*ends) for ends in [*arrows, (370, 348, 370, 370)]]
+    parts += [arrow(*ends) for ends in [*arrows, (370, 348, 370, 370), (260, 394, 220, 394)]]
     return picture(720, 432, "Packages and what they import", parts)
 
 

@@ -18,9 +18,11 @@ callbacks' own hooks take, as a share of the time of the batches that have them.
 `--control` leaves the callbacks out of all batches: what is then left of a difference is the
 scatter of the machine. `--emulated` trains on emulated devices instead, whose blocks take given
 times, with an optimizer in host memory that takes half as long as the forward pass: there a batch
-also gets longer if the callbacks make the Trainer wait for what it would overlap with.
+also gets longer if the callbacks make the Trainer wait for what it would overlap with. `--live`
+measures `LiveView` instead, drawn on a terminal that is thrown away.
 
     python benchmarks/logging_overhead.py [--pairs 200] [--log-every 50] [--control] [--emulated]
+        [--live]
 """
 
 from __future__ import annotations
@@ -46,10 +48,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import Profiler
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning import PipelineMonitor, PipelineTimeline, PlanReport, RoundPipeStrategy
+from roundpipe_lightning import (
+    LiveView,
+    PipelineMonitor,
+    PipelineTimeline,
+    PlanReport,
+    RoundPipeStrategy,
+)
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.planning.model.hardware import load_hardware
@@ -227,6 +236,9 @@ class Turns:
         for has_callbacks in self._order:
             for members, everyone in zip(lists, everybody, strict=True):
                 members[:] = [m for m in everyone if has_callbacks or not self._is_theirs(m)]
+            for view in self._callbacks:
+                if isinstance(view, LiveView) and view.is_shown != has_callbacks:
+                    (view.on_train_start if has_callbacks else view.on_train_end)(self.trainer)
             gc.collect()
             wall, processor = time.perf_counter(), time.process_time()
             yield self._batch
@@ -292,7 +304,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     be_quiet()
     torch.manual_seed(0)
     report = PlanReport(write=lambda text: None)
-    callbacks = [report, PipelineMonitor(), PipelineTimeline(options.folder)]
+    callbacks: list[Callback] = [report, PipelineMonitor(), PipelineTimeline(options.folder)]
+    if options.live:
+        nowhere = (options.folder / "terminal").open("w", encoding="utf-8")
+        callbacks = [LiveView(console=Console(file=nowhere, force_terminal=True, width=110))]
     ids = torch.randint(0, _VOCABULARY, (options.microbatches * options.samples, options.tokens))
     order, clock = drawn_order(options.pairs), HookClock(callbacks)
     turns = Turns(
@@ -315,7 +330,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             max_epochs=1,
             enable_checkpointing=False,
             enable_model_summary=False,
-            enable_progress_bar=False,
+            enable_progress_bar=options.live,
             default_root_dir=options.folder,
         )
         turns.trainer.fit(module, turns)
@@ -386,6 +401,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--pairs", type=int, default=200, help="of batches (default 200)")
     parser.add_argument("--control", action="store_true", help="callbacks in no batch")
+    parser.add_argument("--live", action="store_true", help="LiveView, not the other callbacks")
     parser.add_argument("--emulated", action="store_true", help="train on emulated devices")
     parser.add_argument(
         "--log-every", type=int, default=1, help="the Trainer's log_every_n_steps (default 1)"

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, MutableSequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+
+
+class CollectsLosses(Callback):
+    """Keeps the losses of batches, with the optimizer steps that came before their ends."""
+
+    _losses: MutableSequence[tuple[int, float]]
+
+    def on_train_start(self, *_: Any) -> None:
+        """Forget an earlier training."""
+        self._losses.clear()
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,  # noqa: ARG002
+        outputs: Any,
+        *_: Any,
+    ) -> None:
+        if isinstance(outputs, Mapping) and "loss" in outputs:
+            loss = float(outputs["loss"]) * trainer.accumulate_grad_batches  # as before its share
+            self._losses.append((trainer.global_step, loss))
 
 
 class Listening(Callback):

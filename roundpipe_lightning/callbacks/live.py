@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
-from roundpipe_lightning.callbacks.listening import Listening
+from roundpipe_lightning.callbacks.listening import CollectsLosses, Listening
 from roundpipe_lightning.callbacks.monitor import PipelineMonitor, peak_host_bytes
 from roundpipe_lightning.planning.report.description import size_text
 from roundpipe_lightning.planning.report.progress import WorkerState
@@ -34,7 +34,7 @@ _FIGURES = {
 }
 
 
-class LiveView(Listening, ProgressBar):
+class LiveView(CollectsLosses, Listening, ProgressBar):
     """Shows workers, queues, memory, speed and loss while a training runs, in place of a bar.
 
     A thread of its own draws it, from what is there: no step waits for it. What is printed and
@@ -54,7 +54,7 @@ class LiveView(Listening, ProgressBar):
         self._console = console
         self._live: Live | None = None
         self._enabled = True
-        self._losses: deque[float] = deque(maxlen=_WIDTH)
+        self._losses = deque(maxlen=_WIDTH)
         self._memory: dict[str, int] = {}
         self._speed: Mapping[str, float] = {}
         self._speed_seconds = self._began = 0.0
@@ -83,8 +83,8 @@ class LiveView(Listening, ProgressBar):
         }
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        super().on_train_start(trainer)
         console = self._console or Console()
-        self._losses.clear()
         self._began, self._first_step = time.monotonic(), trainer.global_step
         if self._enabled and console.is_terminal:
             self._live = Live(
@@ -97,14 +97,11 @@ class LiveView(Listening, ProgressBar):
     def on_train_batch_end(
         self,
         trainer: Trainer,
-        pl_module: LightningModule,  # noqa: ARG002
+        pl_module: LightningModule,
         outputs: Any,
         *_: Any,
     ) -> None:
-        if self._live is None:
-            return
-        if isinstance(outputs, Mapping) and "loss" in outputs:
-            self._losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
+        super().on_train_batch_end(trainer, pl_module, outputs)
         now = time.monotonic()
         if now - self._speed_seconds > _FIGURES_SECONDS:
             callbacks: list[Any] = getattr(trainer, "callbacks", [])
@@ -134,7 +131,8 @@ class LiveView(Listening, ProgressBar):
     def _draw(self) -> RenderableType:
         parts: list[RenderableType] = [Text(", ".join(self._headline())), self._lanes()]
         if self._losses:
-            parts.append(Text(f"loss {self._losses[-1]:.4g}  {curve(list(self._losses))}"))
+            losses = [loss for _, loss in self._losses]
+            parts.append(Text(f"loss {losses[-1]:.4g}  {curve(losses)}"))
         return Panel(Group(*parts), title="roundpipe", title_align="left")
 
     def _headline(self) -> Iterator[str]:

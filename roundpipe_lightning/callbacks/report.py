@@ -7,9 +7,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 
-from roundpipe_lightning.callbacks.listening import Listening
+from roundpipe_lightning.callbacks.listening import CollectsLosses, Listening
 from roundpipe_lightning.callbacks.monitor import PipelineMonitor, peak_host_bytes
 from roundpipe_lightning.callbacks.timeline import PipelineTimeline
 from roundpipe_lightning.files import write_text
@@ -29,7 +29,7 @@ pre{background:#f1f3f5;padding:.8rem;white-space:pre-wrap}
 """
 
 
-class RunReport(Listening):
+class RunReport(CollectsLosses, Listening):
     """Writes `report.html`, `loss.svg` and `loss.png` when a training ends, also early.
 
     What a `PipelineMonitor` and a `PipelineTimeline` among the Trainer's callbacks have measured is
@@ -42,28 +42,13 @@ class RunReport(Listening):
 
     def __init__(self, dirpath: str | Path | None = None) -> None:
         self._dirpath = None if dirpath is None else Path(dirpath)
-        self._losses: list[tuple[int, float]] = []
+        self._losses = []
         self._plan: PlanDescription | None = None
         self._assumed_rates = False
-
-    def on_train_start(self, *_: Any) -> None:
-        """Forget an earlier training, but not a plan: the first one may have been made already."""
-        self._losses = []
 
     def _take(self, event: PlanEvent) -> None:
         if event.replaced is not None or self._plan is None:  # not of batches of another shape
             self._plan, self._assumed_rates = event.description, event.assumed_rates
-
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,  # noqa: ARG002
-        outputs: Any,
-        *_: Any,
-    ) -> None:
-        if isinstance(outputs, Mapping) and "loss" in outputs:
-            loss = float(outputs["loss"]) * trainer.accumulate_grad_batches
-            self._losses.append((trainer.global_step, loss))
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         self._write(trainer)
