@@ -244,9 +244,10 @@ def explain(error: Exception, name: str, folder: Path) -> str:
         group, _, file = missing[1].partition("/")
         paths = [path.relative_to(folder / group) for path in (folder / group).rglob("*.yaml")]
         files = sorted(p.with_suffix("").as_posix() for p in paths if p.parts[0] != "base")
-        near = difflib.get_close_matches(file, files, n=1)
+        below = [one for one in files if one.startswith(f"{file}/")]  # a model without a method
+        near = [] if below else difflib.get_close_matches(file, files, n=1)
         meant = f" Did you mean {group}={near[0]}?" if near else ""
-        return f"{group}={file} does not exist.{meant} There are: {', '.join(files)}."
+        return f"{group}={file} does not exist.{meant} There are: {', '.join(below or files)}."
     reason = error if isinstance(error, OSError) else error.__cause__
     if isinstance(reason, OSError):
         settings = "hydra.run.dir, paths.log_dir or task_name"

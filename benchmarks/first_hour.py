@@ -30,6 +30,7 @@ WORKS = {
     "data data=chats.parquet": "(messages)", "data data=parts.jsonl": "[[Y|e|s|<|im_end|>]]",
     "data data=flags.jsonl": "(43 tokens, 4 of them learned", "data data=shared.json": "(ShareGPT)",
     "data data=alpaca.json": "(32 tokens, 2 of them learned", "data data=texts.jsonl": "(texts)",
+    "data data=own.jsonl 'data.fields={prompt: ask, completion: reply}'": "(prompt/completion)",
     "data data=sums.csv": "[[1|<|im_end|>]]", "data experiment=dpo data=pairs.jsonl": "rejected:",
     "data 'data={chats.jsonl: 2, alpaca.json: 0.5}'": "91 samples",
     "plan recipe=qwen3_32b/lora hardware=rtx4090x4": "It fits.",
@@ -64,7 +65,10 @@ REFUSED = {
     "train experiment=dpo data=chats.jsonl": "line 1: this is mess",
     "train data=flags.jsonl data.batch_size=8": "data.batch_size",
     "train data=chats.jsonl data.seq_len=9999": "data.seq_len", "train optimiser.lr=1": "optimizer",
-    "export ckpt_path=no.ckpt": "no.ckpt",
+    "export ckpt_path=no.ckpt": "no.ckpt", "data 'data={chats.jsonl: often}'": "weight of chats",
+    "data data=deep.json": "line 1: this is not", "data data=null.jsonl": "'completion' is null",
+    "data data=unwanted.jsonl": "line 1: this answer", "train recipe=qwen3_8b": "qwen3_8b/lora",
+    "data module=classification data=texts.jsonl": "data.classes=", "chat plain": "config.json",
 }  # fmt: skip
 OFFLINE = {  # refused, too
     "data data=no/where": "'no/where'", "train data=chats.jsonl model=no/where": "no/where",
@@ -91,7 +95,9 @@ def write_files(folder: Path) -> None:
     packed = gzip.compress("".join(json.dumps(each) + "\n" for each in chats).encode())
     files: dict[str, Any] = {
         "chats.jsonl": chats, "pairs.jsonl": pairs, "judged.jsonl": judged,
-        "flags.jsonl": [untrained] * 4,
+        "flags.jsonl": [untrained] * 4, "null.jsonl": [{"prompt": "?", "completion": None}],
+        "own.jsonl": [{"ask": q, "reply": a} for q, a in sums], "deep.json": "[" * 99_999,
+        "unwanted.jsonl": [{**judged[0], "label": False}] * 4,
         "texts.jsonl": [{"text": q * 9} for q, _ in sums], "mixed.jsonl": [*chats[:2], alpaca[0]],
         "parts.jsonl": [chat("Well?", [{"type": "text", "text": "Yes"}])] * 4, "nothing.jsonl": "",
         "unknown.jsonl": [{"instructions": "Add.", "outputs": "1"}], "none.jsonl.gz": "none",

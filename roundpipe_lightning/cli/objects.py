@@ -16,7 +16,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from roundpipe_commands import EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT
 from roundpipe_lightning.errors import (
@@ -86,6 +86,9 @@ def build(config: Any, **extra: Any) -> Any:
     """
     try:
         return instantiate(config, _convert_="all", **extra)
+    except MissingMandatoryValue as error:
+        key = error.full_key
+        raise ConfigurationError(f"{key} has no value. Set it: {key}=...") from error
     except InstantiationException as error:
         if isinstance(error.__cause__, SETTING_ERRORS):
             raise error.__cause__ from None

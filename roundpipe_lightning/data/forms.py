@@ -127,6 +127,15 @@ class Forms:
                 "data.files takes several."
             )
         content = form.read(record)
+        if (
+            form.kind == "conversation"
+            and "prompt" in form.needs
+            and record.fields.get("label") is False
+        ):
+            raise DataError(
+                f"{record.place}: this answer was judged as unwanted (label: false), and would be "
+                "learned here. Leave it out, or learn from what was judged: module=kto data=kto."
+            )
         seen = (
             number
             for number, message in enumerate(content.messages, start=1)
@@ -151,6 +160,11 @@ class Forms:
         usable = [form for form in _FORMS if form.kind in self.kinds]
         nearest = max(usable, key=lambda form: _likeness(form.needs, there))
         missing = [name for name in nearest.needs if name not in there]
+        if all(name in record.fields for name in missing):
+            raise DataError(
+                f"{record.place}: the field {missing[0]!r} is null ({nearest.name}). Give it a "
+                "value, or leave the record out."
+            )
         given = ", ".join(map(repr, record.fields)) or "none"
         changes = ", ".join(f"{name}: ..." for name in missing)
         raise DataError(

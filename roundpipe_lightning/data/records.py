@@ -119,8 +119,9 @@ class RecordFiles:
             raise ConfigurationError("data files: there are none. Name one, such as chat.jsonl.")
         if isinstance(self.paths, str):
             object.__setattr__(self, "paths", (self.paths,))
-        for path, weight in self._given.items():
-            if not 0 < weight < math.inf:
+        given: Mapping[str, Any] = self._given
+        for path, weight in given.items():
+            if isinstance(weight, str) or not 0 < weight < math.inf:
                 raise ConfigurationError(
                     f"data.files: the weight of {path} is {weight!r}. It says how many times the "
                     "records come in an epoch: 1, 2, 0.5."
@@ -254,7 +255,7 @@ def _json_lines(path: Path) -> Iterator[Fields]:
                 place = f", line {number}"
                 try:
                     value = json.loads(line)
-                except ValueError as error:  # of JSON and of UTF-8
+                except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
                     shown = line[:60].decode(errors="replace").rstrip()
                     raise DataError(
                         f"{path}{place}: this is not JSON ({error}): {shown!r}. Each line of a "
@@ -284,7 +285,7 @@ def _json(path: Path) -> Iterator[Fields]:
         last = line
         try:
             value, at = decoder.raw_decode(text, at)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}{place}: this is not JSON ({error}). Mend the file.") from error
         at = after_space(at)
         lists = [value.get(name) for name in _LISTS] if isinstance(value, dict) else []

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -66,7 +66,7 @@ class FileOptions:
     pad_to_multiple_of: int = 8
     seed: int = 0
     num_workers: int = 0
-    fields: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, str] | None = None
     streaming: bool = False
     run_records: int = 10_000
 
@@ -194,7 +194,7 @@ class FileDataModule(TokenDataModule):
             raise ConfigurationError(
                 "data.streaming=true is for data=chat and data=text. Leave it out."
             )
-        self.forms = Forms(kinds=self.kinds, names=self.options.fields)
+        self.forms = Forms(kinds=self.kinds, names=self.options.fields or {})
         self.files = as_source(files)
         self.tokenizer_source = tokenizer
         self.skipped: Counter[str] = Counter()

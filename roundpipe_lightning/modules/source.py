@@ -4,6 +4,7 @@ import contextlib
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -105,7 +106,7 @@ class ModelSource:
     unmatched_tensors: Sequence[str] = ()
     frozen_weights: str = "memory"
     frozen_bits: int = 16
-    pretrained_options: Mapping[str, Any] = field(default_factory=dict)
+    pretrained_options: Mapping[str, Any] | None = None
     head: Head = Head.CAUSAL_LM
     config_changes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -263,7 +264,7 @@ class ModelSource:
             trust_remote_code=self.trust_remote_code,
             others={
                 **({} if self.revision is None else {"revision": self.revision}),
-                **self.pretrained_options,
+                **(self.pretrained_options or {}),
             },
         )
 
@@ -305,8 +306,12 @@ def _explained(hub_name: str) -> Iterator[None]:
             repr(hub_name),
             hub_name,
             error,
-            otherwise="Ways out: set model.hub_name to a local folder that holds config.json and "
-            "the safetensors files; or use model.weights=random, which needs no hub; or fill the "
-            f"cache on a machine that reaches the hub (`hf download {hub_name}`) and point HF_HOME "
-            "to it here, with HF_HUB_OFFLINE=1.",
+            otherwise="Name a local folder that holds config.json and the safetensors files"
+            + (
+                "."
+                if Path(hub_name).exists()
+                else f"; or fill the cache where the hub is reached (`hf download {hub_name}`) and "
+                "point HF_HOME to it here, with HF_HUB_OFFLINE=1. For trials of a training "
+                "model.weights=random needs no hub."
+            ),
         ) from error

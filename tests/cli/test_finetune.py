@@ -85,8 +85,9 @@ def test_an_objective_is_trained_with_a_method(
     assert result.figures["num_steps"] == 3
     files = {path.name for path in result.model_folder.iterdir()}
     assert ("model.safetensors" if method == "full" else "adapter_model.safetensors") in files
-    mode = OmegaConf.select(OmegaConf.load(tmp_path / "run/config.yaml"), _MODE)
-    assert mode == ("blocks" if objective == "kto" else "step")
+    config: Any = OmegaConf.load(tmp_path / "run/config.yaml")
+    assert OmegaConf.select(config, _MODE) == ("blocks" if objective == "kto" else "step")
+    assert (config.optimizer.lr < 1e-5) == (objective in ("dpo", "orpo", "kto"))
     columns = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"sft": "val_loss", "kto": "val_kl"}.get(objective, "val_margin") in columns
 
@@ -95,10 +96,12 @@ def test_an_objective_is_trained_with_a_method(
     ("given", "message"),
     [
         ({"objective": "sfx"}, r"objective='sfx' is not one of sft, text, dpo"),
+        ({"data": {"train": RECORDS}}, r"one split of a data set"),
+        ({"data": [{"prompt": b"a"}]}, r"of texts, numbers and lists \(Object of type bytes"),
         ({"method": "lorra"}, r"peft=lorra does not exist\. Did you mean peft=lora\?"),
         ({"overrides": ["data.seqlen=3"]}, r"no setting data\.seqlen\. Did you mean data\.seq_len"),
         ({"objective": "kto", "overrides": [*QUICK, f"{_MODE}=step"]}, r"splits batches, and what"),
-        ({"data": [1, 2]}, r"data: give a file, several files, or records such as"),
+        ({"data": [1, 2]}, r"data: give a file, several files, one split of .* or records such as"),
         ({"data": "no/such.jsonl"}, r"nothing is found at 'no/such\.jsonl'"),
         (
             {"model": torch.nn.Linear(1, 1)},
