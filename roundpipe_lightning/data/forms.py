@@ -158,13 +158,15 @@ class Forms:
             if form.needs != ("conversations",) or _speaks(record) == form.name:
                 return form
         usable = [form for form in _FORMS if form.kind in self.kinds]
+        for form in usable:
+            if record.fields.keys() >= set(form.needs):
+                null = next(name for name in form.needs if name not in there)
+                raise DataError(
+                    f"{record.place}: the field {null!r} is null ({form.name}). Give it a value "
+                    "or leave the record out."
+                )
         nearest = max(usable, key=lambda form: _likeness(form.needs, there))
         missing = [name for name in nearest.needs if name not in there]
-        if all(name in record.fields for name in missing):
-            raise DataError(
-                f"{record.place}: the field {missing[0]!r} is null ({nearest.name}). Give it a "
-                "value, or leave the record out."
-            )
         given = ", ".join(map(repr, record.fields)) or "none"
         changes = ", ".join(f"{name}: ..." for name in missing)
         raise DataError(
