@@ -176,3 +176,15 @@ def test_leak_check_fails_tests_that_leave_threads_and_files(tmp_path: Path) -> 
     assert "3 passed, 2 errors" in process.stdout, process.stdout
     assert "threads ['stray']" in process.stdout
     assert "left-open" in process.stdout
+
+
+def test_the_image_is_built_from_what_is_there() -> None:
+    """What the Dockerfile copies exists, is sent to the builder, and is all that a wheel is of."""
+    root = Path(__file__).parents[1]
+    lines = (root / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    ignored = (root / ".dockerignore").read_text(encoding="utf-8").split()
+    copied = {name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]}
+    assert copied.isdisjoint(ignored)
+    assert all((root / name).exists() for name in copied)
+    wheel = {"pyproject.toml", "README.md", "LICENSE", "roundpipe_commands.py", "conf"}
+    assert copied == {*wheel, "roundpipe_lightning", "constraints.txt"}
