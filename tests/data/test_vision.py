@@ -119,6 +119,7 @@ def test_a_plan_says_that_images_are_not_counted(folder: Path, module: str) -> N
 
 
 @pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:Block .* runs on the whole batch:UserWarning")  # Llava's hooks
 @pytest.mark.parametrize("family", ["gemma3", "llava"])
 def test_a_model_that_sees_trains_as_on_one_device(folder: Path, family: str) -> None:
     """Two steps of the recipe on a tiny model; rows have 0, 1 or 2 images."""
