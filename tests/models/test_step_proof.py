@@ -144,17 +144,24 @@ def test_not_proven(step: Callable[[Batch], Tensor], reason: str) -> None:
         prove(step)
 
 
-def test_what_blocks_leave_beside_their_output_is_not_known() -> None:
+@pytest.mark.parametrize(
+    ("leave", "reason"),
+    [
+        (lambda x: x.square().sum(), "beside its output"),
+        (lambda x: x.cumsum(1).cumsum(-1).cumsum(0), r"counts along the rows \(cumsum\)"),
+    ],
+)
+def test_what_blocks_leave_and_what_they_count_is_not_known(leave: Any, reason: str) -> None:
     left: list[Tensor] = []
 
     def block(x: Tensor) -> Tensor:
-        left.append(x.square().sum())
+        left.append(leave(x))
         return x
 
     def run(given: dict[str, Tensor], around: Callable[..., Any]) -> Any:
         return around(block, 0)(given["x"]).mean() + left[-1], []
 
-    with pytest.raises(Unproven, match="beside its output"):
+    with pytest.raises(Unproven, match=reason):
         prove_step(batch={"x": torch.zeros(6, 8)}, run=run)
 
 
