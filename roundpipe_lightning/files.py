@@ -9,6 +9,7 @@ import zipfile
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import IO
 
@@ -76,15 +77,42 @@ def place_folder(temporary: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
-def find_damage(path: Path) -> str | None:
+def replace_folder(temporary: Path, path: Path, *, index: str, suffix: str) -> None:
+    """Put the files of a complete folder in the place of those of another one.
+
+    Args:
+        temporary: Its files are named as none of the other's are, but for the index.
+        path: Where files are added before the index is replaced, and removed after that: a reader
+            sees the one or the other. Without an index, as `place_folder`.
+        index: The file that says which belong to it.
+        suffix: Of files that may be removed.
+    """
+    sync_folder(temporary)
+    if path.is_symlink() or not (path / index).is_file():
+        place_folder(temporary, path)
+        return
+    kept = {entry.name for entry in temporary.iterdir()}
+    for name in kept - {index}:
+        (temporary / name).rename(path / name)
+    sync_folder(path)
+    (temporary / index).replace(path / index)
+    sync_folder(path)
+    for old in path.iterdir():
+        if old.name not in kept and old.suffix == suffix:
+            with suppress(OSError):
+                old.unlink()
+
+
+def find_damage(path: Path | BytesIO) -> str | None:
     """Return what is wrong with a file of `torch.save`; None if nothing is.
 
     torch writes a CRC-32 of every entry and compares none of them when it reads. A file in torch's
     old format, or one that was written without checksums, has nothing to compare.
     """
-    with path.open("rb") as file:
-        if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
-            return None
+    if isinstance(path, Path):
+        with path.open("rb") as file:
+            if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
+                return None
     try:
         with zipfile.ZipFile(path) as archive:
             wrong = archive.testzip()

@@ -119,7 +119,8 @@ def check_optimizer_options(optimizers: Iterable[Optimizer]) -> None:
     """Raise a CheckpointError naming options that groups lack: another optimizer's were loaded."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            missing = optimizer.defaults.keys() - group.keys()
+            # torch itself adds `differentiable` to the defaults of any optimizer that it loads.
+            missing = optimizer.defaults.keys() - group.keys() - {"differentiable"}
             if missing:
                 raise CheckpointError(
                     f"The checkpoint is of another optimizer than {type(optimizer).__name__}: it "

@@ -18,7 +18,7 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -28,13 +28,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_with_path
 
 from roundpipe_lightning.errors import CheckpointError
-from roundpipe_lightning.files import find_damage, new_folder, place_folder, sync_folder
+from roundpipe_lightning.files import find_damage, new_folder, replace_folder
 
 INDEX = "index.json"
+METADATA = ".metadata"
+"""Its name where every host writes its part: `distributed.py`."""
 _FORMAT_VERSION = 1
-_REFERENCE = "roundpipe_tensor"
+REFERENCE = "roundpipe_tensor"
 _HOW_TO_EXPORT = "roundpipe-export makes such a folder of a checkpoint of either form."
-_LEAST_BYTES = 1024  # smaller tensors stay in the structure
+LEAST_BYTES = 1024  # smaller tensors stay in the structure
 
 
 def split_checkpoint(checkpoint: Mapping[str, Any], *, max_file_bytes: int) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def split_checkpoint(checkpoint: Mapping[str, Any], *, max_file_bytes: int) -> d
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
             return value
         storage = value.untyped_storage()
-        if storage.nbytes() < _LEAST_BYTES:
+        if storage.nbytes() < LEAST_BYTES:
             return value
         key = storage._cdata  # noqa: SLF001 - torch's own key for a storage
         if key not in place_of:
@@ -67,13 +69,18 @@ def split_checkpoint(checkpoint: Mapping[str, Any], *, max_file_bytes: int) -> d
                 last_bytes = 0
             last_bytes += storage.nbytes()
             place_of[key] = len(files) - 1
-        name = "/".join(str(getattr(part, "key", getattr(part, "idx", part))) for part in path)
+        name = "/".join(map(str, keys_of(path)))
         files[place_of[key]][name] = value
-        return {_REFERENCE: [place_of[key], name]}
+        return {REFERENCE: [place_of[key], name]}
 
     structure = tree_map_with_path(reference, dict(checkpoint))
     numbered = {f"tensors-{number:05d}": content for number, content in enumerate(files)}
     return {"structure": structure, **numbered}
+
+
+def keys_of(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the keys and numbers of a path in nested dictionaries and lists."""
+    return tuple(getattr(part, "key", getattr(part, "idx", part)) for part in path)
 
 
 def write_folder(
@@ -97,24 +104,12 @@ def write_folder(
             opened.write(index)
             opened.flush()
             os.fsync(opened.fileno())
-        sync_folder(temporary)
-        if path.is_symlink() or not (path / INDEX).is_file():
-            place_folder(temporary, path)
-            return
-        for entry in files.values():
-            (temporary / entry["file"]).rename(path / entry["file"])
-        sync_folder(path)
-        (temporary / INDEX).replace(path / INDEX)
-        sync_folder(path)
-        kept = {INDEX, *(entry["file"] for entry in files.values())}
-        for old in path.iterdir():
-            if old.name not in kept and old.suffix == ".pt":
-                with suppress(OSError):
-                    old.unlink()
+        replace_folder(temporary, path, index=INDEX, suffix=".pt")
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    return (path / INDEX).is_file()
+    """Return whether a folder is a checkpoint, of either form."""
+    return (path / INDEX).is_file() or (path / METADATA).is_file()
 
 
 def read_folder(
@@ -157,12 +152,12 @@ def read_folder(
         ]
 
         def tensor(value: Any) -> Any:
-            if not _is_reference(value):
+            if not is_reference(value):
                 return value
-            place, name = value[_REFERENCE]
+            place, name = value[REFERENCE]
             return contents[place][name]
 
-        joined: dict[str, Any] = tree_map(tensor, structure, is_leaf=_is_reference)
+        joined: dict[str, Any] = tree_map(tensor, structure, is_leaf=is_reference)
     except (UnpicklingError, RuntimeError, LookupError, TypeError, ValueError) as error:
         raise unreadable(path, f"its files do not fit ({type(error).__name__}: {error})") from error
     return joined
@@ -197,17 +192,30 @@ def _read_index(path: Path) -> dict[str, Path]:
 
 
 def load_file(
-    file: Path, *, map_location: Any = None, weights_only: bool | None = None, mmap: bool = False
+    file: Path,
+    *,
+    map_location: Any = None,
+    weights_only: bool | None = None,
+    mmap: bool = False,
+    content: BytesIO | None = None,
 ) -> Any:
-    """As `torch.load`; CheckpointError if it is none, or holds what `weights_only` forbids."""
-    if not zipfile.is_zipfile(file):
-        mmap = False  # torch's old format
+    """As `torch.load`; CheckpointError if it is none, or holds what `weights_only` forbids.
+
+    Args:
+        content: Is read in the place of the file.
+    """
+    is_zip = zipfile.is_zipfile(content or file)
+    mmap = mmap and is_zip  # torch's old format is none
+    if content is not None:
+        content.seek(0)
     try:
-        return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=mmap)
+        return torch.load(
+            content or file, map_location=map_location, weights_only=weights_only, mmap=mmap
+        )
     except OSError:
         raise
     except Exception as error:
-        if not zipfile.is_zipfile(file):
+        if not is_zip:
             raise unreadable(file, "it is not in torch's format") from error
         if isinstance(error, UnpicklingError):
             raise CheckpointError(
@@ -225,5 +233,5 @@ def unreadable(path: Path, reason: str) -> CheckpointError:
     )
 
 
-def _is_reference(value: Any) -> bool:
-    return type(value) is dict and _REFERENCE in value
+def is_reference(value: Any) -> bool:
+    return type(value) is dict and REFERENCE in value

@@ -16,17 +16,20 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from roundpipe_lightning.checkpoint.distributed import Parts, write_parts
 from roundpipe_lightning.checkpoint.folder import (
+    METADATA,
     load_file,
     read_folder,
     split_checkpoint,
@@ -49,6 +52,8 @@ __all__ = ["RoundPipeAsyncCheckpointIO", "RoundPipeCheckpointIO", "merge_checkpo
 
 _GIB = 1 << 30
 
+Form: TypeAlias = Literal["file", "sharded", "distributed"]
+
 
 class RoundPipeCheckpointIO(TorchCheckpointIO):
     """Writes and reads plain Lightning checkpoints; what is there is replaced as a whole.
@@ -58,18 +63,17 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
 
     Args:
         form: `"file"`: one file. `"sharded"`: a folder with an index and files of a limited size.
-            Both are read, whatever this says.
+            `"distributed"`: a folder of `torch.distributed.checkpoint` to which every host writes
+            its part. All are read, whatever this says.
         max_file_bytes: Size of the files of the sharded form.
 
     Raises:
         ConfigurationError: A setting cannot work.
     """
 
-    def __init__(
-        self, *, form: Literal["file", "sharded"] = "file", max_file_bytes: int = 4 * _GIB
-    ) -> None:
-        if form not in ("file", "sharded"):
-            raise ConfigurationError(f"form={form!r}: set 'file' or 'sharded'.")
+    def __init__(self, *, form: Form = "file", max_file_bytes: int = 4 * _GIB) -> None:
+        if form not in get_args(Form):
+            raise ConfigurationError(f"form={form!r}: set 'file', 'sharded' or 'distributed'.")
         if max_file_bytes <= 0:
             raise ConfigurationError(f"max_file_bytes={max_file_bytes}: set a positive number.")
         self.form = form
@@ -85,14 +89,32 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
         """
         local_path = _local_path(path)
         if local_path is None or storage_options is not None:
-            if self.form == "sharded":
+            if self.form != "file":
                 warnings.warn(
-                    f"form='sharded' writes folders on this machine only: {path} is one file.",
+                    f"form={self.form!r} writes folders on this machine only: {path} is one file.",
                     stacklevel=2,
                 )
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
+        if self.form == "distributed":
+            self.save_part(checkpoint, path)
+            return
         _write(local_path, self._records(checkpoint), take=nullcontext)
+
+    def writes_parts(self, path: str | Path, storage_options: Any | None = None) -> bool:
+        """Return whether every host writes its part, by `save_part`."""
+        return self.form == "distributed" and not storage_options and _local_path(path) is not None
+
+    def save_part(self, checkpoint: dict[str, Any], path: str | Path, **options: Any) -> None:
+        """Write this host's part of `checkpoint`, with the arguments of `write_parts`.
+
+        Raises:
+            CheckpointError: A host could not write its part.
+            HostError: Another host is lost.
+        """
+        local_path = _local_path(path)
+        assert local_path is not None
+        write_parts(checkpoint, local_path, **options)
 
     def save_taken(
         self, checkpoint: dict[str, Any], path: str | Path, *, take: TakeStorage
@@ -149,7 +171,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
 
     Args:
         max_copy_bytes: The most memory for copies of parameters and optimizer state.
-        form: As for `RoundPipeCheckpointIO`.
+        form: As for `RoundPipeCheckpointIO`, but for `"distributed"`.
         max_file_bytes: As for `RoundPipeCheckpointIO`.
 
     Raises:
@@ -160,12 +182,17 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         self,
         *,
         max_copy_bytes: int = 4 * _GIB,
-        form: Literal["file", "sharded"] = "file",
+        form: Form = "file",
         max_file_bytes: int = 4 * _GIB,
     ) -> None:
         super().__init__(form=form, max_file_bytes=max_file_bytes)
         if max_copy_bytes < 0:
             raise ConfigurationError(f"max_copy_bytes={max_copy_bytes}: set 0 or more.")
+        if form == "distributed":
+            raise ConfigurationError(
+                "form='distributed' is written while training waits: set checkpoint=distributed, "
+                "or RoundPipeCheckpointIO(form='distributed')."
+            )
         self.snapshots = Snapshots(max_copy_bytes=max_copy_bytes)
         """The memory that is still to be written, and how much of it was copied."""
         self._queue = WriteQueue()
@@ -251,8 +278,21 @@ def merge_checkpoint(folder: str | Path, file: str | Path, *, weights_only: bool
         CheckpointError: The folder is no checkpoint, or damaged, or holds such objects, or the file
             cannot be written.
     """
-    checkpoint = read_folder(Path(folder), weights_only=weights_only)
-    _write(Path(file), {_ONE_FILE: record(checkpoint)}, take=nullcontext)
+    take: TakeStorage = nullcontext
+    if (Path(folder) / METADATA).is_file():
+        parts = Parts(Path(folder), weights_only=weights_only)
+        checkpoint, take = parts.checkpoint, partial(_read_late, parts)
+    else:
+        checkpoint = read_folder(Path(folder), weights_only=weights_only)
+    _write(Path(file), {_ONE_FILE: record(checkpoint)}, take=take)
+
+
+@contextmanager
+def _read_late(parts: Parts, storage: Storage) -> Iterator[Storage]:
+    is_read = parts.fill(storage)
+    yield storage
+    if is_read:
+        storage.resize_(0)
 
 
 # Writing -----------------------------------------------------------------------------------------
@@ -297,13 +337,16 @@ def read_checkpoint(
 
     Args:
         path: A file, or a folder of the sharded form.
-        mmap: Whether tensors stay in a file until they are used, as those of a folder do.
+        mmap: Whether tensors stay in a file until they are used, as those of a sharded one do.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
         CheckpointError: The checkpoint is truncated or damaged, or is none, or holds objects that
             `weights_only` forbids.
     """
+    if (path / METADATA).is_file():
+        parts = Parts(path, map_location=map_location, weights_only=weights_only)
+        return parts.read()
     if path.is_dir():
         return read_folder(path, map_location=map_location, weights_only=weights_only)
     if not path.exists():

@@ -541,7 +541,13 @@ class RoundPipeStrategy(OneProcessStrategy):
         self._resume.training_begins(self._module.trainer)
         if self._hosts is not None:
             agreement.check_same(
-                self._hosts, self._module.trainer, self._options, settings=self.host_settings
+                self._hosts,
+                self._module.trainer,
+                self._options,
+                settings={
+                    "the form of checkpoints": getattr(self.checkpoint_io, "form", None),
+                    **self.host_settings,
+                },
             )
 
     def batch_to_device(
@@ -700,6 +706,22 @@ class RoundPipeStrategy(OneProcessStrategy):
                 },
             }
         io = self.checkpoint_io
+        if (
+            self._hosts is not None
+            and isinstance(io, RoundPipeCheckpointIO)
+            and io.writes_parts(filepath, storage_options)
+        ):
+            late, self._late_parts = self._late_parts, []
+            updater = None if self._runtime is None else self._runtime.updater
+            values = updater.hosts.owned_values() if updater and updater.hosts else []
+            io.save_part(
+                checkpoint,
+                filepath,
+                owned=[*values, *(part.owned for part in late if part.owned is not None)],
+                rank=self._hosts.rank,
+                share=self._hosts.control.objects,
+            )
+            return
         if self._late_parts:
             self._save_with_parts(checkpoint, filepath, storage_options)
             return

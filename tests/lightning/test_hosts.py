@@ -21,17 +21,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import DataLoader, Sampler
 
-from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning import RoundPipeCheckpointIO, RoundPipeStrategy
 from roundpipe_lightning.cli.callbacks import GracefulInterrupt, LastCheckpoint
 from roundpipe_lightning.engine.exchange import exchange
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.engine.exchange.ranges import write_range
-from roundpipe_lightning.errors import ConfigurationError, HostError
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError, HostError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.hosts import run_on_hosts
+from tests.kit.resumption import plain
 from tests.kit.training import (
     WIDTH,
     Block,
@@ -638,20 +641,30 @@ class WithHostAdamW(Regressor):
     def configure_optimizers(self) -> Any:
         if self.optimizer == "adamw":
             return super().configure_optimizers()
+        if self.optimizer == "muon":
+            return torch.optim.Muon([p for p in self.layers.parameters() if p.dim() == 2], lr=0.02)
         if self.optimizer == "disk":
             return HostAdamW(self.parameters(), offload="disk", offload_dir=tempfile.gettempdir())
         return HostAdamW(self.parameters(), lr=0.01, moments=self.optimizer)
 
 
 def save_and_resume(
-    rank: int, num: int, folder: Path, max_steps: int, path: Path | None, optimizer: str
+    rank: int,
+    num: int,
+    folder: Path,
+    max_steps: int,
+    path: Path | None,
+    optimizer: str,
+    form: Any = "file",
 ) -> list[Tensor]:
     torch.manual_seed(3)
     module = WithHostAdamW(optimizer, num_blocks=2)
     data = regression_data(NUM_SAMPLES, batch_size=GLOBAL_BATCH // num, shuffle=True)
     trainer = make_trainer(
         folder / f"host{rank}",
-        strategy=RoundPipeStrategy(timeout_seconds=60),
+        strategy=RoundPipeStrategy(
+            timeout_seconds=60, checkpoint_io=RoundPipeCheckpointIO(form=form)
+        ),
         num_nodes=num,
         max_epochs=-1,
         max_steps=max_steps,
@@ -667,22 +680,27 @@ def save_and_resume(
 
 
 def chain_of_resumes(
-    rank: int, num: int, folder: Path, saved_by_one: Path, kind: str
+    rank: int, num: int, folder: Path, saved_by_one: Path, kind: str, form: str
 ) -> dict[str, Any]:
-    whole = save_and_resume(rank, num, folder, 10, None, kind)
+    whole = save_and_resume(rank, num, folder, 10, None, kind, form)
     mine = folder / "saved" / f"{num}-step=6.ckpt"
     return {
         "whole": whole,
-        "same": save_and_resume(rank, num, folder / "same", 10, mine, kind),
-        "from one": save_and_resume(rank, num, folder / "one", 10, saved_by_one, kind),
+        "same": save_and_resume(rank, num, folder / "same", 10, mine, kind, form),
+        "from one": save_and_resume(rank, num, folder / "one", 10, saved_by_one, kind, form),
     }
 
 
-@pytest.mark.parametrize("kind", ["adamw", "8bit"])
-def test_a_checkpoint_goes_on_with_any_number_of_hosts(tmp_path: Path, kind: str) -> None:
-    one = save_and_resume(0, 1, tmp_path, 10, None, kind)
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("adamw", "file"), ("8bit", "file"), ("adamw", "distributed"), ("muon", "distributed")],
+)
+def test_a_checkpoint_goes_on_with_any_number_of_hosts(
+    tmp_path: Path, kind: str, form: str
+) -> None:
+    one = save_and_resume(0, 1, tmp_path, 10, None, kind, form)
     first, second = run_on_hosts(
-        2, chain_of_resumes, 2, tmp_path, tmp_path / "saved" / "1-step=6.ckpt", kind
+        2, chain_of_resumes, 2, tmp_path, tmp_path / "saved" / "1-step=6.ckpt", kind, form
     )
     for seen in (first, second):
         if isinstance(seen, BaseException):
@@ -691,7 +709,55 @@ def test_a_checkpoint_goes_on_with_any_number_of_hosts(tmp_path: Path, kind: str
         assert difference(seen["same"], seen["whole"]) == 0, "the same number: the same bits"
         assert difference(seen["from one"], one) < 1e-6
     saved = tmp_path / "saved" / "2-step=6.ckpt"
-    assert difference(save_and_resume(0, 1, tmp_path / "two", 10, saved, kind), one) < 1e-6
+    assert difference(save_and_resume(0, 1, tmp_path / "two", 10, saved, kind, form), one) < 1e-6
+    if (kind, form) == ("adamw", "distributed"):
+        given = (3, tmp_path / "three", 10, saved, kind, form)
+        for seen in run_on_hosts(3, save_and_resume, *given):
+            assert difference(seen, one) < 1e-6
+
+
+def save_in(rank: int, folder: Path, forms: Sequence[Any], optimizer: str) -> None:
+    """Train the same for each form, with parameters that hosts have a part of."""
+    for form in forms:
+        torch.manual_seed(3)
+        strategy = EmulatedStrategy(
+            timeout_seconds=60,
+            upload_dtype="bf16",
+            checkpoint_io=RoundPipeCheckpointIO(form=form),
+        )
+        trainer = make_trainer(
+            folder / f"host{rank}",  # host 0's is the one that counts
+            strategy=strategy,
+            num_nodes=3,
+            precision="bf16-mixed",
+            max_steps=2,
+            callbacks=[LastCheckpoint(str(folder / f"host{rank}" / form), every_n_steps=2)],
+            enable_checkpointing=True,
+        )
+        data = regression_data(24, batch_size=4)
+        trainer.fit(WithHostAdamW(optimizer, num_blocks=2), data)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "8bit"])
+def test_every_host_writes_its_part(tmp_path: Path, optimizer: str) -> None:
+    forms = ("file", "distributed")
+    assert run_on_hosts(3, save_in, tmp_path, forms, optimizer) == [None] * 3
+    paths = [tmp_path / "host0" / form / "last.ckpt" for form in forms]
+    one, parts = (RoundPipeCheckpointIO().load_checkpoint(path) for path in paths)
+    for key in ("state_dict", "optimizer_states"):
+        assert plain(parts[key]) == plain(one[key])
+    hosts_of: dict[str, set[str]] = {}
+    for index, entry in FileSystemReader(paths[1]).read_metadata().storage_data.items():
+        hosts_of.setdefault(index.fqn, set()).add(entry.relative_path[:5])
+    assert set.union(*hosts_of.values()) == {"host0", "host1", "host2"}
+    has_ranges = optimizer == "adamw"  # else whole parameters
+    assert (max(map(len, hosts_of.values())) > 1) == has_ranges
+    dcp_to_torch_save(paths[1], tmp_path / "torch.pt")
+    assert plain(torch.load(tmp_path / "torch.pt")["state_dict"]) == plain(one["state_dict"])
+    (lost,) = paths[1].glob("host1-*")
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=f"its file {lost.name} is missing"):
+        RoundPipeCheckpointIO().load_checkpoint(paths[1])
 
 
 def test_state_on_a_disk_is_refused(tmp_path: Path) -> None:

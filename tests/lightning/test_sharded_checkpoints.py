@@ -1,5 +1,6 @@
 import json
 import os
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -33,7 +34,7 @@ def _checkpoint(value: float = 1.0) -> dict[str, Any]:
 
 
 def _sharded(**options: Any) -> RoundPipeCheckpointIO:
-    return RoundPipeCheckpointIO(form="sharded", **{"max_file_bytes": 8000, **options})
+    return RoundPipeCheckpointIO(**{"form": "sharded", "max_file_bytes": 8000, **options})
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
@@ -54,39 +55,44 @@ def test_what_is_read_is_what_was_saved(tmp_path: Path, weights_only: bool) -> N
 
 def test_either_form_replaces_the_other(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    for io in (RoundPipeCheckpointIO(), _sharded(), RoundPipeCheckpointIO()):
+    one, parts = RoundPipeCheckpointIO(), RoundPipeCheckpointIO(form="distributed")
+    for io in (one, _sharded(), one, parts, _sharded(), parts, one):
         io.save_checkpoint(_checkpoint(), path)
-        assert path.is_dir() == (io.form == "sharded")
+        assert path.is_dir() == (io.form != "file")
         assert plain(io.load_checkpoint(path)) == plain(_checkpoint())
         assert os.listdir(tmp_path) == ["last.ckpt"]  # noqa: PTH208 - hidden files count
 
 
-def test_full_disk_leaves_the_previous_folder(tmp_path: Path) -> None:
-    path, io = tmp_path / "x.ckpt", _sharded(max_file_bytes=1)
+@pytest.mark.parametrize("form", ["sharded", "distributed"])
+def test_full_disk_leaves_the_previous_folder(tmp_path: Path, form: str) -> None:
+    path, io = tmp_path / "x.ckpt", _sharded(max_file_bytes=1, form=form)
     io.save_checkpoint(_checkpoint(1.0), path)
+    before = sorted(path.iterdir())
     large = {**_checkpoint(2.0), "more": torch.ones(10_000)}
     with full_disk(after_bytes=20_000), pytest.raises(CheckpointError, match="untouched"):
         io.save_checkpoint(large, path)
     assert plain(io.load_checkpoint(path)) == plain(_checkpoint(1.0))
-    assert len(os.listdir(path)) == 7  # noqa: PTH208 - hidden files count
+    assert sorted(path.iterdir()) == before
     assert os.listdir(tmp_path) == ["x.ckpt"]  # noqa: PTH208 - hidden files count
 
 
-def test_killed_writer_leaves_the_previous_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "renames"), [("sharded", 5), ("distributed", 3)])
+def test_killed_writer_leaves_the_previous_folder(tmp_path: Path, form: str, renames: int) -> None:
     """Killed at each of its renames in turn."""
-    path = tmp_path / "x.ckpt"
-    _sharded().save_checkpoint(_checkpoint(1.0), path)
-    for number in range(1, 6):
+    path, io = tmp_path / "x.ckpt", _sharded(form=form)
+    io.save_checkpoint(_checkpoint(1.0), path)
+    num_files = len(list(path.iterdir()))
+    for number in range(1, renames + 1):
         pid = os.fork()
         if pid == 0:
             _kill_at_rename(number)
-            _sharded().save_checkpoint(_checkpoint(2.0), path)
+            io.save_checkpoint(_checkpoint(2.0), path)
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 9
-        assert plain(_sharded().load_checkpoint(path)) == plain(_checkpoint(1.0))
-    _sharded().save_checkpoint(_checkpoint(3.0), path)
-    assert plain(_sharded().load_checkpoint(path)) == plain(_checkpoint(3.0))
-    assert len(os.listdir(path)) == 5  # noqa: PTH208 - what the killed ones left is gone
+        assert plain(io.load_checkpoint(path)) == plain(_checkpoint(1.0))
+    io.save_checkpoint(_checkpoint(3.0), path)
+    assert plain(io.load_checkpoint(path)) == plain(_checkpoint(3.0))
+    assert len(list(path.iterdir())) == num_files  # what the killed ones left is gone
     assert os.listdir(tmp_path) == ["x.ckpt"]  # noqa: PTH208 - hidden files count
 
 
@@ -157,15 +163,42 @@ def test_damaged_folders(tmp_path: Path) -> None:
         assert name in str(error.value)
 
 
+def test_damaged_parts(tmp_path: Path) -> None:
+    path, io = tmp_path / "x.ckpt", _sharded(form="distributed")
+    for message in (
+        "differs from its checksum",
+        "is too short",
+        "is missing",
+        "cannot be read: its parts do not fit",
+    ):
+        io.save_checkpoint(_checkpoint(), path)
+        (file,) = path.glob("host0-*")
+        if "short" in message:
+            file.write_bytes(file.read_bytes()[:-1])
+        elif "missing" in message:
+            file.unlink()
+        elif "checksum" in message:
+            flip_bit(file)
+        else:
+            (path / ".metadata").write_bytes(b"")
+        with pytest.raises(CheckpointError, match=message):
+            io.load_checkpoint(path)
+
+
 def test_settings_that_cannot_work() -> None:
-    with pytest.raises(ConfigurationError, match="form='parts': set 'file' or 'sharded'"):
+    with pytest.raises(ConfigurationError, match="form='parts': set 'file', 'sharded' or"):
         RoundPipeCheckpointIO(form="parts")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="written while training waits"):
+        RoundPipeAsyncCheckpointIO(form="distributed")
     with pytest.raises(ConfigurationError, match="max_file_bytes=0"):
         RoundPipeCheckpointIO(max_file_bytes=0)
 
 
-def test_one_file_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _sharded().save_checkpoint(_checkpoint(), tmp_path / "x.ckpt")
+@pytest.mark.parametrize("form", ["sharded", "distributed"])
+def test_one_file_of_a_folder(
+    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _sharded(form=form).save_checkpoint(_checkpoint(), tmp_path / "x.ckpt")
     merge_checkpoint(tmp_path / "x.ckpt", tmp_path / "one.ckpt")
     assert plain(torch.load(tmp_path / "one.ckpt", weights_only=True)) == plain(_checkpoint())
     assert main([str(tmp_path / "x.ckpt"), str(tmp_path / "two.ckpt")]) == 0
@@ -193,17 +226,23 @@ class _RunsCode:
         return os.mkdir, (str(self.folder),)
 
 
+@pytest.mark.parametrize("form", ["sharded", "distributed"])
 def test_merging_runs_no_code_of_the_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = tmp_path / "made"
-    _sharded().save_checkpoint({**_checkpoint(), "hyper": _RunsCode(made)}, tmp_path / "x.ckpt")
+    content = {**_checkpoint(), "hyper": _RunsCode(made)}
+    _sharded(form=form).save_checkpoint(content, tmp_path / "x.ckpt")
     arguments = [str(tmp_path / "x.ckpt"), str(tmp_path / "one.ckpt")]
     assert main(arguments) == 2
     assert "could run code" in capsys.readouterr().err
     assert not made.exists()
     assert main([*arguments, "--trust"]) == 0
-    assert made.is_dir()
+    made.rmdir()
+    if form == "distributed":
+        (tmp_path / "x.ckpt" / ".metadata").write_bytes(pickle.dumps(_RunsCode(made)))
+        assert main([*arguments, "--trust"]) == 2
+        assert not made.exists()
 
 
 # With the Trainer --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import nodes
 from tests.kit.hosts import free_port
@@ -47,6 +48,7 @@ def test_a_restart_goes_on_with_the_hosts_that_are_left(tmp_path: Path) -> None:
         *(sys.executable, *torchrun, "--max-restarts=1", "--rdzv-backend=c10d"),
         *("--rdzv-conf=last_call_timeout=5", f"--rdzv-endpoint=127.0.0.1:{port}", "train.py"),
         *("trainer.num_nodes=auto", "global_batch_size=16", f"hydra.run.dir={folder}"),
+        "checkpoint=distributed",
         *("callbacks.last_checkpoint.every_n_steps=5", f"trainer.max_steps={steps}", *SETTINGS),
     ]
     agents = []
@@ -62,6 +64,7 @@ def test_a_restart_goes_on_with_the_hosts_that_are_left(tmp_path: Path) -> None:
     while not saved.exists():
         assert agents[1].poll() is None
         time.sleep(0.1)
+    assert any(saved.glob("host1-*"))
     agent = agents[1].pid
     workers = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     for process in (agent, *map(int, workers)):  # a worker is in a session of its own
@@ -72,3 +75,7 @@ def test_a_restart_goes_on_with_the_hosts_that_are_left(tmp_path: Path) -> None:
     assert "Host 0 lost host 1" in said
     assert f"Restarted: going on from {saved}" in said
     assert json.loads((folder / "summary.json").read_text())["num_steps"] < steps
+    merge = "import sys, roundpipe_commands; sys.exit(roundpipe_commands.merge())"
+    one = tmp_path / "one.ckpt"
+    subprocess.run([sys.executable, "-c", merge, saved, one], check=True, cwd=REPOSITORY)
+    assert torch.load(one)["global_step"] == steps

@@ -128,6 +128,11 @@ class Exchange:
         """Return what each host owns of a parameter, by rank."""
         return self._ownership.pieces(tensor)
 
+    @property
+    def divided(self) -> Iterable[Tensor]:
+        """The parameters that have owners."""
+        return self._ownership.tensors
+
     def is_divided(self, tensor: Tensor) -> bool:
         return tensor in self._ownership
 

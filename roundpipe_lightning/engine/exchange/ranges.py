@@ -13,7 +13,7 @@ that needs a whole matrix gets whole parameters; then hosts own as much of all b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -99,6 +99,10 @@ class Ownership:
     @property
     def _ends(self) -> range:
         return range(self._num_hosts + 1)
+
+    @property
+    def tensors(self) -> Iterable[Tensor]:
+        return self._pieces.keys()
 
     def pieces(self, tensor: Tensor) -> Sequence[Piece | None]:
         """Return what each host owns of a parameter, by rank."""

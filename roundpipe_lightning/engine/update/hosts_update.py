@@ -328,10 +328,18 @@ class HostsUpdate:
             for some in found.values()
         ]
 
+    def owned_values(self) -> list[OwnedPart]:
+        """Return what this host owns of all parameters that are divided."""
+        found = []
+        for parameter in self._exchange.divided:
+            piece = self._exchange.owned(parameter) or Piece(parameter, 0, 0)
+            found.append(OwnedPart(parameter, piece.of(parameter), piece.start))
+        return found
+
     def whole_state(
         self, optimizer: Optimizer, *, comes_late: bool
     ) -> tuple[dict[str, Any], Sequence[LatePart]]:
-        """Return an optimizer's `state_dict()`: on host 0 the whole state, else none.
+        """Return an optimizer's `state_dict()`: on host 0 the whole state.
 
         Every host calls this. Nothing may be stepped meanwhile.
 
@@ -341,18 +349,20 @@ class HostsUpdate:
                 for all of them; the same on all hosts.
 
         Returns:
-            The state, and what waits: the same parts on all hosts.
+            The state, and what waits: the same parts on all hosts. What waits has its place in the
+            state of every host.
         """
+        rank = self._exchange.hosts.rank
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
-        mine = [
+        here = [
             {key: _described(value) for key, value in optimizer.state.get(p, {}).items()}
             for p in tensors
         ]
         whole, parts = copy.copy(optimizer.state), list[LatePart]()
         whole.clear()
-        for parameter, *of_hosts in zip(tensors, *self._exchange.agree(mine), strict=True):
+        for parameter, *of_hosts in zip(tensors, *self._exchange.agree(here), strict=True):
             if not self._exchange.is_divided(parameter):
-                of_hosts = of_hosts[:1]
+                of_hosts[1:] = [{}] * (len(of_hosts) - 1)
             state: dict[str, Any] = {}
             for key in next(filter(None, of_hosts), {}):
                 described = [of.get(key) for of in of_hosts]
@@ -360,15 +370,19 @@ class HostsUpdate:
                 if isinstance(state[key], _Shape):
                     values, sizes = _place_for(parameter, described)
                     held = optimizer.state.get(parameter, {}).get(key)
+                    mine = values.view(-1)[:0]
+                    if held is not None and sizes[rank]:
+                        mine = held.detach().reshape(-1)
                     parts.append(
                         LatePart(
                             storage=values.untyped_storage(),
-                            bring=partial(self._bring_state, held, sizes, values),
+                            bring=partial(self._bring_state, mine, sizes, values),
                             release=partial(values.untyped_storage().resize_, 0),
+                            owned=OwnedPart(values, mine, sum(sizes[:rank])),
                         )
                     )
                     state[key] = values
-            if state and self._exchange.hosts.rank == 0:
+            if state:
                 whole[parameter] = state
         form = _state_dict(optimizer, whole) if comes_late else {"state": {}}
         written = {each.data_ptr() for state in form["state"].values() for each in _tensors(state)}
@@ -377,14 +391,13 @@ class HostsUpdate:
             return form, parts
         for part in parts:  # perhaps it is written in another form, which is made of the values
             part.bring()
-        return _state_dict(optimizer, whole), ()
+        return (_state_dict(optimizer, whole) if rank == 0 else {"state": {}}), ()
 
-    def _bring_state(self, held: Tensor | None, sizes: Sequence[int], values: Tensor) -> None:
-        rank, flat = self._exchange.hosts.rank, values.view(-1)
-        mine = flat[:0] if held is None or not sizes[rank] else held.detach().reshape(-1)
-        taken = self._exchange.to_first(mine, sizes if rank == 0 else [0] * len(sizes))
-        if rank == 0:
-            flat.copy_(torch.cat(list(taken)))
+    def _bring_state(self, mine: Tensor, sizes: Sequence[int], values: Tensor) -> None:
+        is_first = self._exchange.hosts.rank == 0
+        taken = self._exchange.to_first(mine, sizes if is_first else [0] * len(sizes))
+        if is_first:
+            values.view(-1).copy_(torch.cat(list(taken)))
 
     def _bring_values(self, parameters: Sequence[Tensor]) -> None:
         """Bring parameters to host 0, one at a time."""
@@ -399,6 +412,21 @@ class HostsUpdate:
                 place.copy_(new)
 
 
+@dataclass(frozen=True, eq=False)
+class OwnedPart:
+    """What this host has of a tensor that is divided.
+
+    Attributes:
+        whole: The tensor, or its place in a checkpoint.
+        values: Elements of it, one-dimensional; perhaps none.
+        start: The number of the first one in the flattened tensor.
+    """
+
+    whole: Tensor
+    values: Tensor
+    start: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LatePart:
     """A part of a checkpoint that comes to host 0 when it is to be written.
@@ -407,11 +435,13 @@ class LatePart:
         storage: Host 0's place for it.
         bring: Every host calls this, for the same part.
         release: Lets host 0's memory go.
+        owned: What this host has of it, where it is not a parameter.
     """
 
     storage: torch.UntypedStorage
     bring: Callable[[], None]
     release: Callable[[], object]
+    owned: OwnedPart | None = None
 
 
 @dataclass(frozen=True)
