@@ -27,7 +27,7 @@ import math
 import pickle
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
@@ -64,7 +64,7 @@ from roundpipe_lightning.checkpoint.folder import (
 )
 from roundpipe_lightning.engine.update.hosts_update import OwnedPart
 from roundpipe_lightning.errors import CheckpointError
-from roundpipe_lightning.files import find_damage, new_folder, replace_folder
+from roundpipe_lightning.files import find_damage, new_folder, remove_remains, replace_folder
 
 _STRUCTURE = "structure"
 
@@ -99,26 +99,34 @@ def write_parts(
         HostError: Another host is lost.
     """
     planner = _SavePlanner(checkpoint, owned, writes_others=rank == 0)
-    version = secrets.token_hex(4)
 
-    def write(folder: Path) -> None:
-        folder, number = share((folder, version))[0]
-        writer = _Writer(folder, version=number)
+    def on_all(task: Callable[[], T]) -> Sequence[T]:
+        """Return what every host's task gave; raise on all hosts if one failed."""
+        try:
+            done, error = task(), None
+        except (OSError, RuntimeError) as raised:  # torch's files raise the latter
+            done, error = None, str(getattr(raised, "strerror", None) or raised)
+        said = share((done, error))
+        for host, (_, why) in enumerate(said):
+            if why is not None:
+                raise CheckpointError(
+                    f"Host {host} could not write its part of the checkpoint {path}: {why}. What "
+                    "was there before is untouched. checkpoint=distributed needs a folder that all "
+                    "hosts have, with room for all parts."
+                )
+        return [cast("T", done) for done, _ in said]
 
-        def on_all(task: Callable[[], T]) -> Sequence[T]:
-            try:
-                done, error = task(), None
-            except (OSError, RuntimeError) as raised:  # torch's files raise the latter
-                done, error = None, str(getattr(raised, "strerror", None) or raised)
-            said = share((done, error))
-            for host, (_, why) in enumerate(said):
-                if why is not None:
-                    raise CheckpointError(
-                        f"Host {host} could not write its part of the checkpoint {path}: {why}. "
-                        "What was there before is untouched. checkpoint=distributed needs a folder "
-                        "that all hosts have, with room for all parts."
-                    )
-            return [cast("T", done) for done, _ in said]
+    with ExitStack() as stack:
+
+        def begin() -> tuple[Path, str] | None:
+            if rank > 0:
+                return None
+            remove_remains(path)
+            return stack.enter_context(new_folder(path)), secrets.token_hex(4)
+
+        first = on_all(begin)[0]
+        assert first is not None
+        folder, writer = first[0], _Writer(first[0], version=first[1])
 
         def plan() -> SavePlan:
             if not folder.is_dir():
@@ -136,12 +144,6 @@ def write_parts(
                 replace_folder(folder, path, index=METADATA, suffix=".distcp")
 
         on_all(finish)
-
-    if rank == 0:
-        with new_folder(path) as temporary:
-            write(temporary)
-    else:
-        write(path)
 
 
 class _Writer(FileSystemWriter):

@@ -59,7 +59,7 @@ class Options:
     blocks: str | Sequence[str] | None
     hardware: HardwareSource
     timeout_seconds: float
-    host_share: float | Literal["auto"] = "auto"
+    host_share: float | Literal["auto", "measured"] = "auto"
     loss: LossMode = "auto"
     microbatching: str = "auto"
     trust_rows: bool = False
@@ -87,10 +87,12 @@ class Options:
                 "after which a step is given up, more than 0."
             )
         share: Any = self.host_share
-        if share != "auto" and not (isinstance(share, (int, float)) and share > 0):
+        if share not in ("auto", "measured") and not (
+            isinstance(share, (int, float)) and share > 0
+        ):
             raise ConfigurationError(
                 f"host_share={share!r}: give a number above 0, such as this host's tokens per "
-                "second, or 'auto'."
+                "second, 'auto' or 'measured'."
             )
         if not isinstance(self.plan, (Plan, str, os.PathLike)):
             raise ConfigurationError(

@@ -36,6 +36,7 @@ from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundP
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.device.threads import add_note
+from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.engine.update.hosts_update import LatePart
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossMode
@@ -47,6 +48,7 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.strategy import checks, compat
 from roundpipe_lightning.strategy.hosts import agreement, data, launch
+from roundpipe_lightning.strategy.hosts.shares import BatchShares
 from roundpipe_lightning.strategy.one_process import OneProcessStrategy
 from roundpipe_lightning.strategy.options import (
     GradientFormat,
@@ -73,6 +75,9 @@ CHECKPOINT_KEY = "roundpipe"
 CHECKPOINT_VERSION = 3
 PREVIOUS_KEY = "previous_parameters"
 """Key of the parameters that the next step computes with, where the module has newer ones."""
+
+SHARES_KEY = "host_shares"
+"""Key of what hosts get of each batch, if that was measured."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -133,6 +138,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         timeout_seconds: After so many seconds without progress a step is given up with a report.
         host_share: On several hosts, how much of each batch this one gets, beside the numbers of
             the others: its tokens per second, say. `"auto"`: as fast as its devices are.
+            `"measured"`: the same, and from about the tenth batch on by what was measured.
         workers_per_device: Workers that share each device.
         hints: Constraints on the stages of a plan that is made: `PartitionHints`, or a
             mapping with the keys of `conf/partition`.
@@ -181,7 +187,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         trust_rows: bool = False,
         hardware: HardwareSource = "auto",
         timeout_seconds: float = 600.0,
-        host_share: float | Literal["auto"] = "auto",
+        host_share: float | Literal["auto", "measured"] = "auto",
         workers_per_device: int = 1,
         hints: HintSource = None,
         replan: bool = True,
@@ -236,6 +242,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         self._resume = ResumePoint()
         self._loaded: dict[str, Any] | None = None
         self._late_parts: list[LatePart] = []
+        self._host_shares: BatchShares | None = None
         self._come_late = False  # what other hosts have of a checkpoint
         self._has_failed = False
         self._num_threads: int | None = None
@@ -446,7 +453,19 @@ class RoundPipeStrategy(OneProcessStrategy):
         self._divides_data = not compat.divides_no_data(trainer)
         assert self._hosts is not None
         self._hosts.travels = partial(agreement.ending_exception, trainer)
-        self._host_shares = agreement.shares_of_batch(self._hosts, self._options, self._speed)
+        self._host_shares = BatchShares(
+            self._hosts,
+            self._options,
+            speed=self._speed,
+            epoch=lambda: trainer.current_epoch,
+        )
+        if self._options.host_share == "measured":
+            if not self._divides_data:
+                raise ConfigurationError(
+                    "host_share='measured' with Trainer(use_distributed_sampler=False): you divide "
+                    "the samples yourself. Leave one of the two out."
+                )
+            self.step_listeners.append(self._host_shares.step_ended)
         if trainer.state.fn == TrainerFn.PREDICTING:
             raise ConfigurationError("predict() does not work on several hosts: set num_nodes=1.")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -491,6 +510,8 @@ class RoundPipeStrategy(OneProcessStrategy):
         """
         if self._runtime is not None:
             self._runtime.close()
+        if self._host_shares is not None and self._host_shares.step_ended in self.step_listeners:
+            self.step_listeners.remove(self._host_shares.step_ended)
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
             self._num_threads = None
@@ -530,6 +551,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         if trainer.sanity_checking:
             self._resume.sanity_check_begins()
         if self._hosts is not None and self._divides_data:
+            assert self._host_shares is not None
             dataloader = data.divided(
                 dataloader, self._hosts, self._host_shares, trains=trainer.training
             )
@@ -561,7 +583,11 @@ class RoundPipeStrategy(OneProcessStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.precision_plugin.train_step_context():
             assert self._runtime is not None
+            if self._host_shares is not None:
+                self._host_shares.batch_begins(args[0])
             output = self._runtime.training_step(*args, *kwargs.values())
+            if self._host_shares is not None:
+                self._host_shares.measure(self._runtime.synchronize)
             if self._hosts is not None and self._hosts.stops:
                 compat.stop_after_batch(self._module.trainer)
             return output
@@ -649,6 +675,7 @@ class RoundPipeStrategy(OneProcessStrategy):
                 "On several hosts the optimizer's state can be saved while a training runs only: "
                 "by ModelCheckpoint, or in on_train_end. save_checkpoint(weights_only=True) works."
             )
+        self._hosts.control.objects(None)  # a callback's `state_dict` may have read parameters
         state, parts = updater.hosts.whole_state(optimizer, comes_late=self._come_late)
         self._late_parts += parts
         return state
@@ -673,8 +700,6 @@ class RoundPipeStrategy(OneProcessStrategy):
         if self._runtime is not None and self._runtime.watch is not None:
             self._runtime.watch.may_be_kept = True  # by who is given the checkpoint
         state = super().lightning_module_state_dict()
-        if updater is not None:  # a `state_dict` of the user's has all here, if it has looked
-            self._late_parts = updater.late_values()
         return split_frozen(self._module, state)[0] if self.exclude_frozen_parameters else state
 
     # Saving --------------------------------------------------------------------------------------
@@ -703,55 +728,80 @@ class RoundPipeStrategy(OneProcessStrategy):
                     **self._resume.state(module.trainer),
                     "planning": runtime.state_dict(),
                     PREVIOUS_KEY: runtime.previous_parameters(),
+                    SHARES_KEY: self._host_shares and self._host_shares.state(),
                 },
             }
+        if self._hosts is None:
+            self._write_alone(checkpoint, filepath, storage_options)
+        else:
+            self._write_on_hosts(self._hosts, checkpoint, filepath, storage_options)
+
+    def _write_alone(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         io = self.checkpoint_io
-        if (
-            self._hosts is not None
-            and isinstance(io, RoundPipeCheckpointIO)
-            and io.writes_parts(filepath, storage_options)
-        ):
-            late, self._late_parts = self._late_parts, []
-            updater = None if self._runtime is None else self._runtime.updater
+        if not isinstance(io, RoundPipeAsyncCheckpointIO):
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        io.save_checkpoint(checkpoint, filepath, storage_options, steady=self._steady_memory())
+        if not self._is_set_up or _some_logger_reads(self._module.trainer):
+            io.wait()
+
+    def _write_on_hosts(
+        self,
+        hosts: Hosts,
+        checkpoint: dict[str, Any],
+        filepath: Any,
+        storage_options: Any,
+    ) -> None:
+        """Write a checkpoint to which each host brings what it has, when it is to be written.
+
+        Raises:
+            CheckpointError: It could not be written; on all hosts, so that all may go on.
+        """
+        io, updater = self.checkpoint_io, None if self._runtime is None else self._runtime.updater
+        hosts.control.objects(None)  # hooks that read parameters, which brings them, are over
+        late, self._late_parts = self._late_parts, []
+        if updater is not None:
+            late += updater.late_values()
+        if isinstance(io, RoundPipeCheckpointIO) and io.writes_parts(filepath, storage_options):
             values = updater.hosts.owned_values() if updater and updater.hosts else []
             io.save_part(
                 checkpoint,
                 filepath,
                 owned=[*values, *(part.owned for part in late if part.owned is not None)],
-                rank=self._hosts.rank,
-                share=self._hosts.control.objects,
+                rank=hosts.rank,
+                share=hosts.control.objects,
             )
             return
-        if self._late_parts:
-            self._save_with_parts(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            try:
+                self._write_with_parts(hosts, late, checkpoint, filepath, storage_options)
+            except CheckpointError as error:
+                hosts.control.objects(str(error))
+                raise
+            hosts.control.objects(None)
             return
-        if not self.is_global_zero:  # what was logged has been put together with this one
-            return
-        if not isinstance(io, RoundPipeAsyncCheckpointIO):
-            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-            return
-        io.save_checkpoint(checkpoint, filepath, storage_options, steady=self._steady_memory())
-        if not self._is_set_up or _some_logger_reads(module.trainer):
-            io.wait()
+        while True:
+            asked: Any = hosts.control.objects(None)[0]
+            if not isinstance(asked, int):
+                break
+            late[asked].bring()
+        if asked is not None:
+            raise CheckpointError(f"On host 0: {asked}")
 
-    def _save_with_parts(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+    def _write_with_parts(
+        self,
+        hosts: Hosts,
+        late: Sequence[LatePart],
+        checkpoint: dict[str, Any],
+        filepath: Any,
+        storage_options: Any,
     ) -> None:
-        """Write a checkpoint to which each host brings what it has, when it is to be written."""
-        hosts, parts, self._late_parts = self._hosts, self._late_parts, []
-        assert hosts is not None
-        asked: Any = None
-        while not self.is_global_zero:
-            asked = hosts.control.objects(None)[0]
-            if asked is None:
-                return
-            parts[asked].bring()
+        """Write a checkpoint on host 0."""
+        numbers = {part.storage._cdata: number for number, part in enumerate(late)}  # noqa: SLF001 - torch's key for a storage
 
         def bring(number: int) -> None:
             hosts.control.objects(number)
-            parts[number].bring()
-
-        numbers = {part.storage._cdata: number for number, part in enumerate(parts)}  # noqa: SLF001 - torch's key for a storage
+            late[number].bring()
 
         @contextlib.contextmanager
         def take(storage: torch.UntypedStorage) -> Iterator[torch.UntypedStorage]:
@@ -762,16 +812,16 @@ class RoundPipeStrategy(OneProcessStrategy):
                 yield storage
             finally:
                 if number is not None:
-                    parts[number].release()
+                    late[number].release()
 
-        io = cast("RoundPipeCheckpointIO", self.checkpoint_io)
-        if storage_options is not None or not io.save_taken(checkpoint, filepath, take=take):
-            for number in range(len(parts)):
-                bring(number)
-            io.save_checkpoint(checkpoint, filepath, storage_options)
-            for part in parts:
-                part.release()
-        hosts.control.objects(None)
+        io: Any = self.checkpoint_io
+        if late and storage_options is None and io.save_taken(checkpoint, filepath, take=take):
+            return
+        for number in range(len(late)):
+            bring(number)
+        self._write_alone(checkpoint, filepath, storage_options)
+        for part in late:
+            part.release()
 
     def _steady_memory(self) -> list[torch.UntypedStorage]:
         """Memory that only an optimizer step changes; none where a callback changes weights."""
@@ -842,6 +892,8 @@ class RoundPipeStrategy(OneProcessStrategy):
             return
         with reading(f"entry '{CHECKPOINT_KEY}'"):
             self._resume.load(self._module.trainer, ours, checkpoint.get("loops", {}))
+            if self._host_shares is not None:
+                self._host_shares.load(ours.get(SHARES_KEY))
             if self._runtime is None:
                 return
             if ours.get("planning") is not None:

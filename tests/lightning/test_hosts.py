@@ -32,6 +32,7 @@ from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.engine.exchange.ranges import write_range
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, HostError
 from roundpipe_lightning.optim import HostAdamW
+from roundpipe_lightning.strategy.hosts.shares import BatchShares
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.hosts import run_on_hosts
 from tests.kit.resumption import plain
@@ -44,6 +45,7 @@ from tests.kit.training import (
     make_trainer,
     regression_data,
 )
+from tests.lightning.test_checkpoint import full_disk
 
 GLOBAL_BATCH = 12
 NUM_SAMPLES = 41  # the last batch is not full
@@ -764,3 +766,106 @@ def test_state_on_a_disk_is_refused(tmp_path: Path) -> None:
     for seen in run_on_hosts(2, save_and_resume, 2, tmp_path, 1, None, "disk"):
         assert type(seen) is ConfigurationError
         assert "HostAdamW(offload='disk') does not work on several hosts yet" in str(seen)
+
+
+class SavesAndGoesOn(Callback):
+    """Saves onto a full disk, and goes on; its own state shows parameters of one host."""
+
+    def __init__(self, path: Path, *, is_full: bool, reads: bool) -> None:
+        self._path, self._is_full, self._reads = path, is_full, reads
+        self.said = ""
+        self.read: list[Tensor] = []
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        self._module = pl_module
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._reads:
+            self.read = [p.detach().clone() for p in self._module.parameters()]
+        return {"sum": sum(float(p.sum()) for p in self.read)}
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step != 2:
+            return
+        try:
+            with full_disk(1000) if self._is_full else contextlib.nullcontext():
+                trainer.save_checkpoint(self._path)
+        except CheckpointError as error:
+            self.said = str(error)
+        self.after = [p.detach().clone() for p in self._module.parameters()]
+
+
+def save_and_go_on(rank: int, folder: Path, form: Any, full: int, reader: int) -> Any:
+    torch.manual_seed(3)
+    io = RoundPipeCheckpointIO(form=form)
+    saves = SavesAndGoesOn(folder / "x.ckpt", is_full=rank == full, reads=rank == reader)
+    trainer = make_trainer(
+        folder,
+        strategy=EmulatedStrategy(timeout_seconds=20, upload_dtype="bf16", checkpoint_io=io),
+        num_nodes=2,
+        precision="bf16-mixed",
+        max_steps=4,
+        callbacks=[saves],
+    )
+    module = Regressor("adamw", num_blocks=2)
+    trainer.fit(module, regression_data(24, batch_size=6))
+    return saves.said, saves.read or saves.after, saves.after, trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("form", "full", "reader"),
+    [("file", 0, -1), ("distributed", 1, -1), ("file", -1, 0), ("distributed", -1, 1)],
+)
+def test_a_save_that_fails_or_whose_callbacks_read_stops_nobody(
+    tmp_path: Path, form: str, full: int, reader: int
+) -> None:
+    seen = run_on_hosts(2, save_and_go_on, tmp_path, form, full, reader)
+    for each in seen:
+        if isinstance(each, BaseException):
+            raise each
+        said, read, after, steps = each
+        assert steps == 4
+        assert ("untouched" in said) == (full >= 0)
+        assert difference(read, after) == difference(read, seen[0][2]) == 0
+    if full < 0:
+        state = RoundPipeCheckpointIO().load_checkpoint(tmp_path / "x.ckpt")["state_dict"]
+        assert difference(list(state.values()), seen[0][2]) == 0
+
+
+def share_by_speed(rank: int, num: int, folder: Path, max_steps: int, path: Path | None) -> Any:
+    """Train with shares that are measured: host 0 is said to be twice as fast."""
+    torch.manual_seed(3)
+    module, sizes = Regressor("adamw", num_blocks=2), RecordSizes()
+    trainer = make_trainer(
+        folder / f"host{rank}",
+        strategy=RoundPipeStrategy(timeout_seconds=60, host_share="measured"),
+        num_nodes=num,
+        max_epochs=-1,
+        max_steps=max_steps,
+        enable_checkpointing=True,
+        callbacks=[sizes, LastCheckpoint(str(folder), every_n_steps=99)],
+    )
+    data = regression_data(12 * 14, batch_size=GLOBAL_BATCH // num, shuffle=True)
+    with mock.patch.object(BatchShares, "rate", return_value=2.0 - rank):
+        trainer.fit(module, data, ckpt_path=path)
+    return sizes.seen, [p.detach().clone() for p in module.parameters()]
+
+
+def measure_and_resume(rank: int, folder: Path) -> Any:
+    whole = share_by_speed(rank, 2, folder / "whole", 18, None)
+    share_by_speed(rank, 2, folder / "first", 12, None)
+    return whole, share_by_speed(rank, 2, folder / "rest", 18, folder / "first" / "last.ckpt")
+
+
+def test_shares_follow_what_is_measured(tmp_path: Path) -> None:
+    _, one = share_by_speed(0, 1, tmp_path / "one", 18, None)
+    for rank, seen in enumerate(run_on_hosts(2, measure_and_resume, tmp_path)):
+        if isinstance(seen, BaseException):
+            raise seen
+        (sizes, parameters), (rest, resumed) = seen
+        start = sizes.index(8 - 4 * rank)
+        assert 10 <= start <= 13
+        assert sizes == [6] * start + [8 - 4 * rank] * (18 - start)
+        assert rest == sizes[12:], "a resumed run has the shares that were measured"
+        assert difference(parameters, one) < 1e-6
+        assert difference(parameters, resumed) == 0

@@ -13,7 +13,6 @@ import lightning
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -25,9 +24,6 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.options import Options
-
-_ALIKE = 1.1
-"""Hosts get as much of a batch if none is faster by this factor: measured speeds vary."""
 
 
 def check_supported(
@@ -165,33 +161,6 @@ def _source(kind: type) -> str:
         return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:12]
     except (OSError, TypeError):  # typed into a console, say
         return "unknown"
-
-
-def shares_of_batch(hosts: Hosts, options: Options, speed: Callable[[], float]) -> Sequence[float]:
-    """Return every host's share of each batch, by rank; equal ones where speeds nearly are.
-
-    Args:
-        hosts: All hosts.
-        options: Of this one.
-        speed: Returns the speed of this host, where its share is to follow that.
-
-    Raises:
-        ConfigurationError: Some hosts name their share, others do not.
-    """
-    is_auto = options.host_share == "auto"
-    told = hosts.control.objects((is_auto, speed() if is_auto else options.host_share))
-    if len({auto for auto, _ in told}) > 1:
-        raise ConfigurationError(
-            "host_share is set on some hosts, on others it is 'auto': set it on all or on none."
-        )
-    numbers = [float(number) for _, number in told]
-    if is_auto and max(numbers) < _ALIKE * min(numbers):
-        numbers = [1.0] * hosts.num
-    shares = [number / sum(numbers) for number in numbers]
-    if len(set(shares)) > 1:
-        texts = ", ".join(f"{share:.1%}" for share in shares)
-        rank_zero_info(f"roundpipe: hosts get {texts} of each batch (host_share).")
-    return shares
 
 
 def reduce(parts: Sequence[Tensor], operation: ReduceOp | str | None) -> Tensor:

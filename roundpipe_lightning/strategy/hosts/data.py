@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.errors import ConfigurationError, DataError
 from roundpipe_lightning.planning.cost.network import split_samples
+from roundpipe_lightning.strategy.hosts.shares import BatchShares
 
 
 class HostBatches:
@@ -28,7 +29,7 @@ class HostBatches:
         trains: Whether every host needs a part of what is left over.
     """
 
-    def __init__(self, lists: Any, hosts: Hosts, shares: Sequence[float], *, trains: bool) -> None:
+    def __init__(self, lists: Any, hosts: Hosts, shares: BatchShares, *, trains: bool) -> None:
         self._lists, self._hosts, self._trains = lists, hosts, trains
         self._shares = shares
 
@@ -51,14 +52,17 @@ class HostBatches:
         torch.default_generator.set_state(hosts.control.objects(state)[0])  # draws the order
         group: list[list[Any]] = []
         is_checked = False
+        number = 0  # of the global batch
         for indices in self._lists:
             group.append(list(indices))
             if len(group) == hosts.num:
+                shares, number = self._shares.of(number), number + 1
+                self._note(number)
                 if not is_checked:
                     hosts.check_same({"the order of the data, which a sampler drew,": group})
                 is_checked = True
-                is_even = len(set(self._shares)) == 1
-                yield group[hosts.rank] if is_even else self._part(list(chain(*group)))
+                is_even = len(set(shares)) == 1
+                yield group[hosts.rank] if is_even else self._part(list(chain(*group)), shares)
                 group = []
         if not self._trains:
             yield from group[hosts.rank : hosts.rank + 1]
@@ -69,15 +73,20 @@ class HostBatches:
                     f"The last batch of the epoch has {len(left)} samples for {hosts.num} hosts. "
                     "Set drop_last=True in the DataLoader, or another batch_size."
                 )
-            yield self._part(left)
+            self._note(number + 1)
+            yield self._part(left, self._shares.of(number))
 
-    def _part(self, samples: list[Any]) -> list[Any]:
-        sizes = split_samples(len(samples), self._shares)
+    def _note(self, number: int) -> None:
+        if self._trains:
+            self._shares.num_drawn = number
+
+    def _part(self, samples: list[Any], shares: Sequence[float]) -> list[Any]:
+        sizes = split_samples(len(samples), shares)
         start = sum(sizes[: self._hosts.rank])
         return samples[start : start + sizes[self._hosts.rank]]
 
 
-def divided(loader: Any, hosts: Hosts, shares: Sequence[float], *, trains: bool) -> Any:
+def divided(loader: Any, hosts: Hosts, shares: BatchShares, *, trains: bool) -> Any:
     """Return a loader of this host's part of the batches.
 
     Args:
