@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
 from roundpipe_lightning.engine.exchange.hosts import Hosts
-from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.errors import ConfigurationError, HostError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import checks, compat
 from roundpipe_lightning.strategy.hosts import agreement, launch
@@ -32,6 +32,9 @@ class OneProcessStrategy(ParallelStrategy):
     _rank = 0
     _hosts: Hosts | None = None
     """All hosts, where there are several; Lightning's own group carries next to nothing."""
+
+    _evaluated = ""
+    """The step of an evaluation in which this host is; nothing between two."""
 
     stochastic_rounding = False  # whether the precision is to round stochastically
 
@@ -79,7 +82,7 @@ class OneProcessStrategy(ParallelStrategy):
         del group
         if self._hosts is None or not isinstance(tensor, Tensor):
             return tensor
-        return agreement.reduce(self._hosts.control.objects(tensor.detach().cpu()), reduce_op)
+        return agreement.reduce(self._of_hosts(self._hosts, tensor.detach().cpu()), reduce_op)
 
     def all_gather(
         self,
@@ -92,7 +95,22 @@ class OneProcessStrategy(ParallelStrategy):
         if sync_grads:
             raise ConfigurationError("all_gather(sync_grads=True) does not work on several hosts.")
         del group
-        return torch.stack(self._hosts.control.objects(tensor.detach().cpu())).to(tensor.device)
+        return torch.stack(self._of_hosts(self._hosts, tensor.detach().cpu())).to(tensor.device)
+
+    def _of_hosts(self, hosts: Hosts, value: T) -> list[T]:
+        """Return every host's value, by rank; HostError: they are not of the same step."""
+        told: list[Any] = hosts.control.objects((self._evaluated, value))
+        for host, each in enumerate(told):
+            theirs = each[0] if isinstance(each, tuple) else "something else"
+            if theirs != self._evaluated:
+                steps = (self._evaluated, theirs)
+                mine, other = (f"in {step}" if step else "past its last step" for step in steps)
+                raise HostError(
+                    f"Host {hosts.rank} is {mine}, host {host} {other}: they have different "
+                    "numbers of batches to evaluate, so steps cannot put anything together "
+                    "(all_gather). Do that in on_validation_epoch_end, or give all as many."
+                )
+        return [value for _, value in told]
 
     def barrier(self, name: str | None = None) -> None:  # noqa: ARG002 - Lightning's signature
         if self._hosts is not None:

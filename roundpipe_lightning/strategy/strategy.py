@@ -478,6 +478,8 @@ class RoundPipeStrategy(OneProcessStrategy):
                 checks_gradients=self._options.check_gradients or compat.detects_anomalies(trainer),
                 hooks=sync_hooks.gradient_hooks(trainer),
             )
+        else:  # this host ends before its next batch, and the others lose it
+            compat.defer_sigterm(trainer, partial(compat.stop_after_batch, trainer))
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         precision = self.precision_plugin
@@ -497,7 +499,8 @@ class RoundPipeStrategy(OneProcessStrategy):
         """Let the last step end; what the optimizer raises besides is not the cause."""
         self._has_failed = True
         if self._hosts is not None:  # nobody is waited for: others cannot know of the error
-            self._hosts.close(exception, is_agreed=isinstance(exception, SIGTERMException))
+            is_agreed = isinstance(exception, SIGTERMException) and self._optimizer_sync is not None
+            self._hosts.close(exception, is_agreed=is_agreed)
         with contextlib.suppress(Exception):
             self.join_updates()
         super().on_exception(exception)
@@ -611,7 +614,12 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     def _evaluate(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
         assert self._runtime is not None
-        return self._runtime.evaluate(step_name, *args, *kwargs.values())
+        given = (*args, *kwargs.values())
+        self._evaluated = f"{step_name} {[each for each in given[1:] if isinstance(each, int)]}"
+        try:
+            return self._runtime.evaluate(step_name, *given)
+        finally:
+            self._evaluated = ""
 
     def on_validation_start(self) -> None:
         super().on_validation_start()

@@ -506,6 +506,39 @@ def test_a_signal_to_one_host_stops_all_after_the_same_step(
     assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == step
 
 
+class GathersEveryStep(Regressor):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        gathered: Any = self.all_gather(torch.ones(1))
+        self.log("batches", gathered.sum())
+
+
+def evaluate(rank: int, folder: Path, how: str) -> None:
+    callback = Callback()
+    if how == "signal" and rank:
+        vars(callback)["on_validation_batch_start"] = lambda *_: signal.raise_signal(signal.SIGTERM)
+    trainer = make_trainer(
+        folder,
+        strategy=RoundPipeStrategy(timeout_seconds=60),
+        num_nodes=2,
+        callbacks=[callback],
+        use_distributed_sampler=False,
+    )
+    num_batches = 3 + (rank if how == "batches" else 0)
+    module = GathersEveryStep(num_blocks=2)
+    trainer.validate(module, regression_data(4 * num_batches, batch_size=4))
+
+
+def test_hosts_that_evaluate_differently_are_named(tmp_path: Path) -> None:
+    for seen in run_on_hosts(2, evaluate, tmp_path, "batches"):
+        assert type(seen) is HostError
+        assert re.search("in validation_step.*different numbers|lost host .", str(seen))
+    first, second = run_on_hosts(2, evaluate, tmp_path, "signal")
+    assert type(second) is SIGTERMException
+    assert type(first) is HostError
+    assert "Host 0 lost host 1" in str(first)
+    assert "it raised SIGTERMException" in str(first)
+
+
 def meet(rank: int, folder: Path, how: str) -> None:
     """Train on three hosts, of which not all get as far as to meet."""
     if rank in {"waits": (1, 2), "comes": (1,)}.get(how, ()):
@@ -700,6 +733,7 @@ def chain_of_resumes(
 def test_a_checkpoint_goes_on_with_any_number_of_hosts(
     tmp_path: Path, kind: str, form: str
 ) -> None:
+    tolerance = 1e-2 if kind == "muon" else 1e-6  # Muon rounds gradients to 16 bits
     one = save_and_resume(0, 1, tmp_path, 10, None, kind, form)
     first, second = run_on_hosts(
         2, chain_of_resumes, 2, tmp_path, tmp_path / "saved" / "1-step=6.ckpt", kind, form
@@ -707,11 +741,12 @@ def test_a_checkpoint_goes_on_with_any_number_of_hosts(
     for seen in (first, second):
         if isinstance(seen, BaseException):
             raise seen
-        assert difference(seen["whole"], one) < 1e-6
+        assert difference(seen["whole"], one) < tolerance
         assert difference(seen["same"], seen["whole"]) == 0, "the same number: the same bits"
-        assert difference(seen["from one"], one) < 1e-6
+        assert difference(seen["from one"], one) < tolerance
     saved = tmp_path / "saved" / "2-step=6.ckpt"
-    assert difference(save_and_resume(0, 1, tmp_path / "two", 10, saved, kind, form), one) < 1e-6
+    two = save_and_resume(0, 1, tmp_path / "two", 10, saved, kind, form)
+    assert difference(two, one) < tolerance
     if (kind, form) == ("adamw", "distributed"):
         given = (3, tmp_path / "three", 10, saved, kind, form)
         for seen in run_on_hosts(3, save_and_resume, *given):
