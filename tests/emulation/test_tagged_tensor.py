@@ -172,6 +172,13 @@ def test_gradients_come_back_from_and_to_the_host() -> None:
     assert tag_of(_grad(x)) == W0
 
 
+def test_double_backward() -> None:
+    x = _leaf(3)
+    (first,) = torch.autograd.grad(move(x, W1).pow(3).sum(), x, create_graph=True)
+    first.sum().backward()
+    assert torch.allclose(untag(_grad(x)), 6 * _randn(3))
+
+
 def test_moving_nowhere_is_free() -> None:
     x = _leaf(3)
     assert move(x, W0) is x
@@ -267,6 +274,26 @@ def test_optimizer_and_clipping_over_two_devices() -> None:
     for p, q in zip(parameters, plain, strict=True):
         assert torch.equal(untag(p), q)
     assert [tag_of(p) for p in parameters] == [W0, W1]
+
+
+def test_views_share_their_memory() -> None:
+    base = tag(torch.zeros(4), W0)
+    view = base[1:3]
+    view.fill_(7)
+    assert base.tolist() == [0, 7, 7, 0]
+    base.data.add_(1)
+    assert view.tolist() == [8, 8]
+    base.detach()[0] = 5
+    assert base[0].item() == 5
+
+
+def test_writing_what_backward_needs_is_still_found() -> None:
+    x = _leaf(3)
+    y = x.exp()
+    z = y.sum()
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.backward()
 
 
 def test_values_for_python() -> None:
