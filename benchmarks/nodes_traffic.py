@@ -2,13 +2,13 @@
 
     python benchmarks/nodes_traffic.py wire [--hosts 2] [--blocks 12] [--megabytes 4]
     python benchmarks/nodes_traffic.py overlap [--share 0.8] --blocks 32 --megabytes 1
-    python benchmarks/nodes_traffic.py memory [--accumulate 2] [--clip 1] [--precision 32-true]
+    python benchmarks/nodes_traffic.py memory [--hosts 2] [--mode accumulate] [--blocks 8]
 
 `wire` counts the bytes that every host's interface sends in a step, against c P (n-1)/n. `overlap`
 shapes the links so that the bytes of a step take `--share` of it at what gloo alone reaches over
-them, and compares its time with that over unshaped ones. `memory` compares the
-memory of twice as many blocks with that of `--blocks`: the most that a host had in a step, per
-parameter, against the plan's formula.
+them, and compares its time with that over unshaped ones. `memory` compares the memory of thrice
+as many blocks with that of `--blocks`, in every mode: the most that a host had in a step, per
+parameter, against what the plans say.
 
 As root the hosts are network namespaces, joined by a bridge; else they share the loopback, which
 cannot be shaped. Devices are emulated: a block computes for `--seconds` forward, and three times as
@@ -38,9 +38,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.engine.device.host_memory import keep_pieces_apart
 from roundpipe_lightning.testing import EmulatedStrategy
 
 WARM_UP = 3
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip": {"clip": 1.0},
+    "accumulate": {"accumulate": 2},
+    "rounds": {"rounds": 2},
+    "async": {"update": "async"},
+    "fp32": {"precision": "32-true"},
+}
 PORT = 29511
 
 
@@ -78,6 +87,12 @@ class TimedModule(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class PlannedAsGpu(EmulatedStrategy):
+    """Plans are made as for devices with memory of their own."""
+
+    _computes_on_host = False
 
 
 class Marks(Callback):
@@ -121,20 +136,27 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     """Train as one host; return what was seen of it."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
+    keep_pieces_apart(2**22)  # emulated devices' memory is the heap's, which would keep some
     memory = PeakMemory()
     marks = Marks(given.interface, memory)
     with EmulatedServer(1, tags=False) as server:
         module = TimedModule(given, server)
         trainer = Trainer(
-            strategy=EmulatedStrategy(
+            strategy=PlannedAsGpu(
                 devices=server.devices,
-                num_microbatches=1,
-                microbatching="blocks",
+                num_microbatches=given.rounds,
+                microbatching="blocks" if given.rounds == 1 else "step",
+                update=given.update,
                 upload_dtype=None if given.precision == "32-true" else "bf16",
                 gradient_dtype=given.gradient_dtype,
                 timeout_seconds=120,
+                hardware="rtx4090",
                 replan=False,
-                hints={"forward": [1] * (given.blocks - 1), "backward": [1] * given.blocks},
+                hints={
+                    "forward": [1] * (given.blocks - 1),
+                    "backward": [1] * given.blocks,
+                    **({"round_size": 1} if given.rounds > 1 else {}),
+                },
             ),
             precision=given.precision,
             accumulate_grad_batches=given.accumulate,
@@ -148,6 +170,8 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
+        plans: list[Any] = []
+        trainer.strategy.plan_listeners.append(lambda event: plans.append(event.description))
         data: Any = torch.randn(4 * given.hosts * (given.steps + 1), 64)
         trainer.fit(module, DataLoader(data, batch_size=4))
     steady = marks.marks[WARM_UP:-1]
@@ -155,6 +179,8 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in module.parameters()),
         "step_seconds": statistics.median(after[0] - at[0] for at, after in pairwise(steady)),
         "bytes_per_step": (steady[-1][1] - steady[0][1]) / (len(steady) - 1),
+        "planned_bytes": plans[-1].memory.host.total_bytes,
+        "plan": str(plans[-1].memory.host),
         "resident_bytes": max(mark[2] for mark in steady),
     }
 
@@ -225,28 +251,28 @@ def run_hosts(
 _ON_HOSTS = {"host": train, "send": send_only}
 _PASSED = (
     *("hosts", "blocks", "megabytes", "seconds", "steps", "gradient_dtype"),
-    *("accumulate", "clip", "precision"),
+    *("accumulate", "clip", "precision", "rounds", "update"),
 )
 
 
-def measure_memory(given: argparse.Namespace) -> dict[str, Any]:
-    """Return bytes per parameter, measured and as in `planning/cost/memory.py`."""
-    few = run_hosts(given, is_apart=False)
-    given.blocks *= 2
-    many = run_hosts(given, is_apart=False)
-    measured = [
-        (more["resident_bytes"] - less["resident_bytes"])
-        / (more["parameters"] - less["parameters"])
-        for less, more in zip(few, many, strict=True)
-    ]
-    whole, divided = (4, 8) if given.precision == "32-true" else (2, 12)
-    gradients = 8 if given.accumulate > 1 else 4 / given.hosts
-    formula = whole + divided / given.hosts + gradients
+def measure_memory(given: argparse.Namespace, mode: str) -> dict[str, Any]:
+    """Return bytes per parameter, measured on every host and planned."""
+    sizes = []
+    for blocks in (given.blocks, 3 * given.blocks):
+        of_mode = argparse.Namespace(**{**vars(given), **MODES[mode], "blocks": blocks})
+        sizes.append(run_hosts(of_mode, is_apart=False))
+
+    def per_parameter(kind: str) -> list[float]:
+        return [
+            (more[kind] - less[kind]) / (more["parameters"] - less["parameters"])
+            for less, more in zip(*sizes, strict=True)
+        ]
+
+    measured, planned = per_parameter("resident_bytes"), per_parameter("planned_bytes")[0]
     return {
-        "bytes_per_parameter": measured,
-        "formula": formula,
-        "over_formula": [each / formula for each in measured],
-        "step_seconds": many[0]["step_seconds"],
+        "planned": planned,
+        "measured": measured,
+        "over_plan": [each / planned for each in measured],
     }
 
 
@@ -263,13 +289,21 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--precision", choices=("bf16-mixed", "32-true"), default="bf16-mixed")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--update", choices=("exact", "async"), default="exact")
+    parser.add_argument("--mode", choices=MODES, help="of `memory`: only this one")
     parser.add_argument("--interface", default="lo")
     given = parser.parse_args()
     if given.part in _ON_HOSTS:
         print(json.dumps(_ON_HOSTS[given.part](given)))
         return
     if given.part == "memory":
-        print(json.dumps(measure_memory(given), indent=1))
+        modes = [given.mode] if given.mode else list(MODES)
+        for mode in modes:
+            if mode == "async" and given.hosts > 1:  # refused
+                continue
+            row = measure_memory(given, mode)
+            print(mode, json.dumps(row), flush=True)
         return
     with networks(given.hosts) as links:
         is_apart = links == "cut"

@@ -44,6 +44,11 @@ def skips_backward(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._skip_backward)
 
 
+def begins_window(trainer: Trainer) -> bool:
+    """Return whether the batch is the first whose gradients are accumulated."""
+    return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
 def is_accumulating(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 

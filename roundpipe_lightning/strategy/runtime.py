@@ -431,6 +431,7 @@ class PipelineRuntime:
         ):
             # A host has as many microbatches as its part of the batch gives.
             before = [] if hosts is None else hosts.control.objects(cut.num_microbatches)
+            self._add_up(trains=trains)
             step = engine.begin_step(
                 cut.parts,
                 call,
@@ -534,6 +535,18 @@ class PipelineRuntime:
         self._num_overlapped += not accumulates
         return True
 
+    def _add_up(self, *, trains: bool) -> None:
+        """Have the batch's gradients added to `.grad` before `backward` asks, where they may be."""
+        trainer = self._module.trainer
+        adds = trains and not (
+            compat.begins_window(trainer)  # `.grad` is not zeroed yet
+            or (self.is_stale and not compat.is_accumulating(trainer))  # the update takes `.grad`
+            or type(self._precision) is not RoundPipePrecision
+            or sync_hooks.reads_before_backward(trainer)
+        )
+        if self.updater is not None:
+            self.updater.add_up(adds=adds)
+
     def synchronize(self, *, has_next: bool = False) -> None:
         """Wait for the gradients of the batch in flight, if there is one, and hand them out.
 
@@ -543,6 +556,8 @@ class PipelineRuntime:
         batch, self.in_flight = self.in_flight, None
         if batch is not None and batch.hand_out(has_next=has_next):
             self._batch_ended(batch, has_trained=True)
+        if has_next and self.updater is not None and self.hosts is None:
+            self.updater.weigh(1.0)
 
     @property
     def is_update_pending(self) -> bool:

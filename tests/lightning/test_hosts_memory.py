@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.planning.cost.device_memory import MemoryKind
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.hosts import run_on_hosts
 from tests.kit.training import make_trainer
@@ -23,9 +24,9 @@ WIDTH = 256  # a matrix has 64 pages
 class Wide(LightningModule):
     """Blocks whose matrices have many pages."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,6 +138,66 @@ def test_a_host_has_pages_of_what_it_owns(tmp_path: Path) -> None:
     assert all(map(torch.equal, weights.values(), first.read))
     state = saved["optimizer_states"][0]["state"]
     assert all(state[number]["exp_avg"].shape == p.shape for number, p in enumerate(first.read))
+
+
+class PlannedAsGpu(EmulatedStrategy):
+    """Plans are made as for devices with memory of their own."""
+
+    _computes_on_host = False
+
+
+class Locked(Callback):
+    """Notes what is page-locked beside parameters: gradients, and little else."""
+
+    num_bytes = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        engine = trainer.strategy._runtime._engine  # type: ignore[attr-defined]
+        self.num_bytes = max(self.num_bytes, engine.staging_bytes)
+
+
+def train_locked(_: int, folder: Path, num: int, mode: dict[str, Any]) -> tuple[int, int]:
+    """Return what was page-locked, and what gradients take in the plan."""
+    locked, plans = Locked(), list[Any]()
+    rounds, num_layers = mode.pop("rounds", 1), 16
+    strategy = PlannedAsGpu(
+        timeout_seconds=60,
+        upload_dtype="bf16",
+        hardware="rtx4090",
+        microbatching="step",
+        num_microbatches=rounds,
+        hints={
+            "forward": [1] * (num_layers - 1),
+            "backward": [1] * num_layers,
+            "round_size": 1,
+        },
+    )
+    strategy.plan_listeners.append(lambda event: plans.append(event.description))
+    flags: dict[str, Any] = {"precision": "bf16-mixed", "num_nodes": num, "callbacks": [locked]}
+    trainer = make_trainer(folder, strategy=strategy, max_steps=3, **flags, **mode)
+    data: Any = torch.randn(8 * num, WIDTH)
+    trainer.fit(Wide(num_layers), DataLoader(data, batch_size=2))
+    return locked.num_bytes, plans[-1].memory.host.of(MemoryKind.GRADIENTS)
+
+
+@pytest.mark.parametrize(
+    ("num", "mode"),
+    [
+        (1, {"accumulate_grad_batches": 2}),
+        pytest.param(2, {"accumulate_grad_batches": 2}, marks=pytest.mark.soak),
+        pytest.param(2, {}, marks=pytest.mark.soak),
+        pytest.param(2, {"rounds": 2}, marks=pytest.mark.soak),
+    ],
+)
+def test_gradients_take_no_more_than_the_plan_says(
+    tmp_path: Path, num: int, mode: dict[str, Any]
+) -> None:
+    """Of what is sent and added up at once few blocks' wait, however slow others are."""
+    for seen in run_on_hosts(num, train_locked, tmp_path, num, mode):
+        if isinstance(seen, BaseException):
+            raise seen
+        measured, planned = seen
+        assert measured <= 1.02 * planned  # whole pages
 
 
 class Reading(Dataset[Tensor]):

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,8 @@ from tests.kit.profiles import machine
 SHAPE = MicrobatchShape(sequences=1, seq_len=100)
 PARTITION = Partition(forward=(2, 2), backward=(0, 2, 1, 1))
 LAYOUT = PipelineLayout(partition=PARTITION, num_microbatches=4, round_size=4)
+LONG = replace(LAYOUT, partition=Partition(forward=(8, 7), backward=(1,) * 16))
+ROUNDS = replace(LONG, num_microbatches=8)
 
 
 def part(name: str, *, size: int = 10_000, trained: bool = True) -> BlockWork:
@@ -91,26 +94,41 @@ def test_a_host_is_counted_by_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "master_bytes", "num_gradients", "per_parameter"),
+    ("layout", "num_hosts", "changes", "per_parameter", "num_sums"),
     [
-        (LAYOUT, 4, 1, 2 + 16 / 4),
-        (replace(LAYOUT, num_microbatches=8), 4, 1, 2 + 12 / 4 + 4),  # two rounds
-        (LAYOUT, 4, 2, 2 + 12 / 4 + 8),  # those of the batches before, and the batch's own
-        (LAYOUT, 0, 1, 2 + 12 / 4),  # uploads of what is trained
+        (LONG, 4, {}, 2 + 12 / 4, 2),
+        (LONG, 4, {"clips": True}, 2 + 16 / 4, 0),
+        (ROUNDS, 4, {}, 2 + 12 / 4 + 4, 2),
+        (LONG, 4, {"accumulates": True}, 2 + 12 / 4 + 4, 2),
+        (LONG, 4, {"storage": ParameterStorage(master_bytes=0)}, 2 + 8 / 4, 2),  # no copies
+        (ROUNDS, 1, {}, 2 + 16, 0),
+        (LONG, 1, {"accumulates": True}, 2 + 16, 0),
     ],
 )
 def test_hosts_divide_what_they_have_of_blocks(
-    layout: PipelineLayout, master_bytes: int, num_gradients: int, per_parameter: float
+    layout: PipelineLayout,
+    num_hosts: int,
+    changes: dict[str, Any],
+    per_parameter: float,
+    num_sums: int,
 ) -> None:
-    """Head and tail are uploaded themselves, and their gradients leave at the end."""
-    machine = replace(memory().hardware, num_nodes=4)
-    storage = ParameterStorage(master_bytes=master_bytes)
-    model = memory(hardware=machine, storage=storage, accumulates=num_gradients > 1)
-    need = model.report(layout, shape=SHAPE).host
+    """Head and tail are uploaded themselves, and their gradients leave at the end.
+
+    Beside what is in proportion to the parameters are gradients on their way, of seven stages.
+    """
+    profile = work()
+    many = replace(profile, blocks=profile.blocks * 4)
+    machine = replace(memory().hardware, num_nodes=num_hosts, host_bytes=10**7)
+    model = memory(work=many, hardware=machine, **changes)
     kinds = (MemoryKind.WEIGHTS, MemoryKind.MASTERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER)
-    others = 5_000 * (2 + master_bytes / 2 + 4 * num_gradients + 8 / 4)
+    need = model.report(layout, shape=SHAPE).host
+    master_bytes, num_gradients = model.storage.master_bytes, 1 + model.accumulates
+    masters = master_bytes / min(num_hosts, 2)
+    others = 5_000 * (2 + masters + 4 * num_gradients + 8 / num_hosts)
     others += (layout.num_rounds - 1) * 5_000 * 4
-    assert sum(need.of(kind) for kind in kinds) == 4 * 5_000 * per_parameter + others
+    stages = 7 * 5_000 * 4 + num_sums * 5_000 * 4 / num_hosts
+    expected = 16 * 5_000 * per_parameter + stages + others
+    assert sum(need.of(kind) for kind in kinds) == expected
 
 
 def test_workers_on_the_host_have_the_gradients_of_what_they_run() -> None:

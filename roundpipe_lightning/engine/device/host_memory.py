@@ -129,6 +129,7 @@ def own_pages(
 _C: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 _ADVICE_HUGE, _ADVICE_REMOVE, _ADVICE_UNNEEDED = 14, 9, 4  # of <sys/mman.h>
 _FIXED = 0x10
+_LEAST_APART = -3  # M_MMAP_THRESHOLD of <malloc.h>
 _FAILED = ctypes.c_void_p(-1).value
 if _C is not None:
     _C.mmap.restype = ctypes.c_void_p
@@ -209,6 +210,16 @@ class _HeapFigures(ctypes.Structure):
     """What `mallinfo2` returns; its ninth figure is bytes that are free in the heap."""
 
     _fields_ = (("figures", ctypes.c_size_t * 10),)
+
+
+def keep_pieces_apart(num_bytes: int) -> None:
+    """Let pieces of so many bytes have pages of their own, which go back when they are freed.
+
+    The C library keeps those below 32 MiB otherwise, between others that stay. Only glibc does.
+    """
+    set_option = getattr(_C, "mallopt", None)
+    if set_option is not None:
+        set_option(_LEAST_APART, num_bytes)
 
 
 def return_freed_memory(*, least: int = 0) -> None:

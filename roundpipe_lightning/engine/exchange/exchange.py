@@ -34,6 +34,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from roundpipe_lightning.engine.device.host_memory import keep_pieces_apart
 from roundpipe_lightning.engine.exchange.hosts import Hosts, Line, Taken
 from roundpipe_lightning.engine.exchange.ranges import (
     Ownership,
@@ -99,6 +100,7 @@ class Exchange:
     """
 
     def __init__(self, hosts: Hosts, *, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        keep_pieces_apart(2 * _CHUNK_BYTES)  # else sums and moments leave holes behind
         self.hosts = hosts
         self._chunk_bytes = chunk_bytes
         self._ownership = Ownership(hosts.num)

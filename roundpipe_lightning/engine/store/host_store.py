@@ -119,6 +119,8 @@ class HostStore:
         self.read_whole: set[nn.Parameter] = set()
         #: Set where parameters are stepped as soon as their gradients are there.
         self.take_gradients: TakeGradients | None = None
+        #: Whether the step in flight was given up.
+        self.is_given_up = False
         #: Values that stand for parameters while the optimizer writes into them; empty: nothing.
         #: In the dtype that is uploaded.
         self.previous: dict[nn.Parameter, Tensor] = {}

@@ -14,8 +14,10 @@ are what the optimizer reads.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -43,6 +45,7 @@ from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.transfer.weight_buffers import Memory
 
 _FEW = 4  # times as many rows are worth the work to send those alone
+_MOST_WAITING = 2  # times that something has landed which is not added up yet
 _MOST_SUM_THREADS = 4  # they use all of the memory's bandwidth; other cores are the optimizer's
 
 
@@ -62,6 +65,7 @@ class HostSums:
         total = torch.get_num_threads()
         self._thread = ThreadPoolExecutor(1, "roundpipe-sums", initializer=_use_few_threads)
         self._thread.submit(int).result()
+        self._pending: deque[Future[None]] = deque()
         torch.set_num_threads(total)  # a thread's own number is also that of later threads
 
     def add_later(self, add: Callable[[], None]) -> None:
@@ -71,7 +75,13 @@ class HostSums:
             except BaseException as error:  # noqa: BLE001 - raised from the Trainer's thread
                 self._on_failure(error, "sums of gradients on the host")
 
-        self._thread.submit(execute)
+        self._pending.append(self._thread.submit(execute))
+
+    def await_room(self) -> None:
+        """Wait while much has landed that is not added up: it takes memory."""
+        with suppress(IndexError):  # others wait here, too
+            while len(self._pending) >= _MOST_WAITING:
+                self._pending.popleft().result()
 
     def drain(self) -> None:
         self._thread.submit(lambda: None).result()
@@ -208,6 +218,7 @@ class GradientDownloads:
             )
         for leaf in leaves:
             leaf.grad = None
+        self._sums.await_room()
         flat = self._sums.pool.take(layout.num_bytes)
         gradients = FlatGradients(flat, layout=layout, present=present)
         gathered = self._memory.bytes_at(0, layout.num_bytes)

@@ -19,10 +19,10 @@ beforehand, so only those rows of h wait, and the others are added at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,21 @@ def fold(sums: dict[T, Tensor], contribution: dict[T, Tensor]) -> None:
             new.append(gradient)
     if old:
         torch._foreach_add_(old, new)
+
+
+def add_to_grad(gradients: Mapping[Any, Tensor], *, share: float) -> None:
+    """Add gradients, which are multiplied by a share, to parameters' `.grad`; they are taken over.
+
+    A share of 0 adds nothing: gradients of a mean over nothing are not numbers.
+    """
+    if not share:
+        return
+    with torch.no_grad():
+        for parameter, gradient in gradients.items():
+            scaled = gradient if share == 1 else gradient.mul_(share)
+            sums = {} if parameter.grad is None else {parameter: parameter.grad}
+            fold(sums, {parameter: scaled})
+            parameter.grad = sums[parameter]
 
 
 class FlatGradients:

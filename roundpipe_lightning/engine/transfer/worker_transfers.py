@@ -331,6 +331,7 @@ class Transfers:
             making_room: Entered while memory for weights is made on a worker, by its index.
         """
         self._error, self._on_failure = None, on_failure
+        self._store.is_given_up = False
         self._versions = self._store.versions
         if not self._moving:
             return
@@ -416,6 +417,7 @@ class Transfers:
                     )
 
     def abort(self) -> None:
+        self._store.is_given_up = True
         for transfers in self._moving:
             transfers.abort()
 

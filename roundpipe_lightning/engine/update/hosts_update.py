@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,11 +35,14 @@ from torch.optim import Optimizer
 from roundpipe_lightning.engine.exchange.exchange import Exchange, Given, Sums
 from roundpipe_lightning.engine.exchange.ranges import Piece
 from roundpipe_lightning.engine.store.host_store import HostStore
+from roundpipe_lightning.engine.transfer.gradient_reduce import add_to_grad
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.separable import is_elementwise
 from roundpipe_lightning.errors import ConfigurationError, HostError
 
 _SMALL = 1e-6  # what torch adds to the norm
+_MOST_WAITING = 2  # units whose gradients wait to be sent, and that are added up ahead of the step
+_POLL_SECONDS = 0.2
 
 
 class NormClip:
@@ -66,6 +71,7 @@ class JointStep:
         members: Trained parameters that are stepped together, by unit, as their gradients come.
         begins_early: Whether they come during the backward pass.
         waits: Whether nothing may be stepped before the step is submitted.
+        adds_up: Whether `.grad` has gradients of earlier batches, which belong to it.
         read_whole: As of `Given`.
 
     Attributes:
@@ -80,9 +86,12 @@ class JointStep:
         *,
         begins_early: bool,
         waits: bool,
+        adds_up: bool = False,
         read_whole: Collection[Tensor] = (),
     ) -> None:
-        self._read_whole = read_whole
+        self._read_whole, self._adds_up = read_whole, adds_up
+        self._changed = threading.Condition()
+        self._num_waiting, self._is_free, self._has_failed = 0, False, False
         self.step, self.begins_early = step, begins_early
         self.names, self.members = tuple(members), tuple(members.values())
         self.number_of = {p: number for number, some in enumerate(self.members) for p in some}
@@ -107,24 +116,54 @@ class JointStep:
         Args:
             is_weighed: Whether they are multiplied by the share already.
         """
+        with self._changed:
+            self._num_waiting += 1
         _settle(self._given[number], (gradients, is_weighed))
+
+    def await_room(self, is_given_up: Callable[[], bool]) -> None:
+        """Wait while gradients of several units wait to be sent: they take memory.
+
+        Not while others are waited for, which come behind these perhaps.
+        """
+
+        def has_room() -> bool:
+            is_free = self._is_free or self._has_failed or is_given_up()
+            return is_free or self._num_waiting < _MOST_WAITING
+
+        with self._changed:
+            while not self._changed.wait_for(has_room, _POLL_SECONDS):
+                pass  # nobody says that a step is given up
+
+    def _note(self, *, is_free: bool, num_taken: int = 0) -> None:
+        with self._changed:
+            self._is_free, self._num_waiting = is_free, self._num_waiting - num_taken
+            self._changed.notify_all()
 
     def is_given(self, number: int) -> bool:
         return self._given[number].done()
 
     def take(self, number: int) -> Given:
         """Wait for a unit's gradients, and let go of them; called once."""
+        if not self._given[number].done():
+            self._note(is_free=True)
         gradients, is_weighed = self._given[number].result()
+        self._note(is_free=False)
         nothing = Future[tuple[Mapping[Tensor, Tensor], bool]]()
         nothing.set_result(({}, True))
         self._given[number] = nothing  # `is_given` all the time, to who asks in another thread
         share = 1.0 if is_weighed else self._share.result()
+        self._note(is_free=False, num_taken=1)
+        if self._adds_up and not is_weighed:
+            add_to_grad(gradients, share=share)
+            gradients, share = grads_of(self.members[number]), 1.0
         return Given(
             gradients=gradients if share else {}, share=share or 1.0, read_whole=self._read_whole
         )
 
     def fail(self, error: BaseException) -> None:
         """Let go of everybody who waits for gradients that will not come."""
+        self._has_failed = True
+        self._note(is_free=True)
         waited_for: list[Future[Any]] = [self._share, self.submitted, *self._given]
         for each in waited_for:
             with suppress(InvalidStateError):  # it has come
@@ -190,12 +229,15 @@ class HostsUpdate:
         self._num_steps += 1
         forward = list(reversed(range(len(joint.members))))
         order = forward[::-1] if self._agree(joint) else forward
-        sums = {
-            number: exchange.sum(
-                joint.names[number], joint.members[number], partial(joint.take, number)
-            )
-            for number in order
-        }
+        sums, left = dict[int, Future[Sums]](), iter(order)
+
+        def add_up(num: int) -> None:
+            for number in islice(left, num):
+                given = partial(joint.take, number)
+                sums[number] = exchange.sum(joint.names[number], joint.members[number], given)
+
+        # Sums take memory until they are stepped.
+        add_up(_MOST_WAITING if joint.submitted.done() and step.clip is None else len(order))
         joint.submitted.result()
         if step.clip is not None:
             order = forward
@@ -204,6 +246,7 @@ class HostsUpdate:
         later, gathered = [], list[Future[None]]()
         for number in order:
             new = self._step_unit(joint, sums.pop(number).result(), partial(run, number))
+            add_up(1)
             end = partial(ended, number, self._copied(new))
             begin = partial(exchange.gather, joint.names[number], new, end)
             if order is forward or number < num_early:
@@ -480,6 +523,14 @@ def _state_dict(optimizer: Optimizer, state: Any) -> dict[str, Any]:
 
 def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
     return [value for value in state.values() if isinstance(value, Tensor)]
+
+
+def grads_of(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """Take parameters' `.grad`."""
+    found = {p: p.grad for p in parameters if p.grad is not None}
+    for parameter in found:
+        parameter.grad = None
+    return found
 
 
 def _settle(future: Future[Any], value: Any) -> None:

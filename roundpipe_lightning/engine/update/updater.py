@@ -56,7 +56,13 @@ from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.exchange.exchange import Exchange
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.update.hosts_update import HostsUpdate, JointStep, LatePart
+from roundpipe_lightning.engine.transfer.gradient_reduce import add_to_grad
+from roundpipe_lightning.engine.update.hosts_update import (
+    HostsUpdate,
+    JointStep,
+    LatePart,
+    grads_of,
+)
 from roundpipe_lightning.engine.update.partial_step import CapturedStep, is_foreign, plain_step
 
 
@@ -158,6 +164,9 @@ class Updater:
         self._num_put = self._num_done = 0  # jobs
         self._begun: BegunStep | None = None
         self._norms: dict[Tensor, Tensor] = {}  # of this step's gradients
+        self._share: float | None = None  # of the batch that is added up
+        self._late: list[Mapping[nn.Parameter, Tensor]] = []  # came before the share was known
+        self._adding = threading.Lock()
         self._error: BaseException | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="roundpipe-updates", daemon=True)
@@ -165,7 +174,7 @@ class Updater:
 
     # ------------------------------------------------------------------------ the Trainer's thread
 
-    def begin(self, optimizer: Optimizer, *, waits: bool = False) -> None:
+    def begin(self, optimizer: Optimizer, *, waits: bool = False, adds_up: bool = False) -> None:
         """Submit an optimizer's step, made for each block when its gradients are there.
 
         What is made so reaches no `.grad`. `submit` makes the rest. Options are captured now.
@@ -174,21 +183,44 @@ class Updater:
             optimizer: Whose step.
             waits: With other hosts: whether gradients are added up, but nothing is stepped before
                 `submit`.
+            adds_up: As of `JointStep`.
         """
         assert not self._stale, "a step computes with the values from before the update"
         step = CapturedStep(optimizer, gradients={})
         self._begun = BegunStep(step=step, num_before=self._num_put)
         if self.hosts is not None:
-            self._begun.joint = self._join_hosts(self.hosts, step, begins_early=True, waits=waits)
+            self._begun.joint = self._join_hosts(
+                self.hosts, step, begins_early=True, waits=waits, adds_up=adds_up
+            )
         self._store.take_gradients = self._take
 
     def weigh(self, share: float) -> None:
-        """Say what share of the loss this host has, in the step that was begun."""
+        """Say what share of the loss this host has in the batch, and that those before are over."""
         if self._begun is not None and self._begun.joint is not None:
             self._begun.joint.weigh(share)
+        with self._adding:
+            late, self._late, self._share = self._late, [], share
+            for gradients in late:
+                add_to_grad(gradients, share=share)
+
+    def add_up(self, *, adds: bool) -> None:
+        """Say whether the batch that begins has each block's gradients added to `.grad` at once.
+
+        Else they are given to whoever asks for the step's, when all are there: a second set.
+        """
+        with self._adding:
+            self._late, self._share = [], None
+        if self._store.take_gradients in (None, self._add):
+            self._store.take_gradients = self._add if adds else None
 
     def _join_hosts(
-        self, hosts: HostsUpdate, step: CapturedStep, *, begins_early: bool, waits: bool = False
+        self,
+        hosts: HostsUpdate,
+        step: CapturedStep,
+        *,
+        begins_early: bool,
+        waits: bool = False,
+        adds_up: bool = False,
     ) -> JointStep:
         """Put a step that all hosts make; it waits for the gradients."""
         hosts.prepare(step.optimizer)
@@ -207,6 +239,7 @@ class Updater:
             members,
             begins_early=begins_early,
             waits=waits,
+            adds_up=adds_up,
             read_whole=self._store.read_whole,
         )
         self._put(partial(self._update_with_hosts, hosts, units, joint, num_early=num_early))
@@ -323,7 +356,7 @@ class Updater:
         for number, members in enumerate(joint.members):
             if not joint.is_given(number):
                 self._announce(self._in_order(members), is_new=is_new)
-                joint.give(number, {p: p.grad for p in members if p.grad is not None})
+                joint.give(number, grads_of(members))
                 is_new = False
         joint.submit()
         self._put(lambda: None)  # after an error: lets go of who waits for what was announced late
@@ -493,6 +526,7 @@ class Updater:
                 self._announce(self._in_order(members), is_new=is_new)
                 some = {p: mine[p] for p in members if p in mine}
                 begun.joint.give(number, some, is_weighed=False)
+                begun.joint.await_room(lambda: self._store.is_given_up)
                 is_new = False
             begun.taken.update(mine)
             return [parameter for parameter in gradients if parameter in mine]
@@ -506,6 +540,18 @@ class Updater:
             self._put(partial(self._update_part, unit, part, begun.step))
             is_new = False
         return [parameter for parameter in gradients if parameter in mine]
+
+    def _add(
+        self, gradients: dict[nn.Parameter, Tensor], elsewhere: Collection[nn.Parameter]
+    ) -> Collection[nn.Parameter]:
+        """Add a batch's gradients of a block to those of the batches before."""
+        mine = {p: g for p, g in gradients.items() if p not in elsewhere}
+        with self._adding:
+            if self._share is None:  # or a batch before is not over, and has none in `.grad` yet
+                self._late.append(mine)
+            else:
+                add_to_grad(mine, share=self._share)
+        return mine.keys()
 
     def _measure(
         self,

@@ -1,11 +1,11 @@
 """Device and host memory that a plan needs, by kind, against the memory there is.
 
 `Footprint` is the model of a device. The host holds for every parameter its 16-bit copy (compressed
-where frozen), and where it is trained its master, gradient and optimizer state; a second gradient
-where batches are accumulated: all of a batch's are added to those before when it has ended;
-gradients of head and tail, which wait for those of other uses and rounds; the boundaries that
-BACKWARD stages start from, of two rounds (and attention's outputs, where a selective recompute
-keeps them); and two page-locked slots per device where weights are not page-locked themselves.
+where frozen), and where it is trained its master, gradient and optimizer state; gradients of the
+stages that are on their way where others are kept beside them; gradients of head and tail, which
+wait for those of other uses and rounds; the boundaries that BACKWARD stages start from, of two
+rounds (and attention's outputs, where a selective recompute keeps them); and two page-locked slots
+per device where weights are not page-locked themselves.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from roundpipe_lightning.planning.model.work import (
     size_model,
 )
 from roundpipe_lightning.planning.schedule.plan import PipelineLayout
-from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, StageKind
 
 _GIB = 2**30
 _ROUNDS_IN_FLIGHT = 2
+_WAITING = 5  # stages: two have landed, one is sent to other hosts, two wait for that
+_SUMMED = 2  # blocks: their sums over the hosts wait for the optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +66,18 @@ class MemoryReport:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """A model on a machine, of which plans are asked; its batches may be accumulated."""
+    """A model on a machine, of which plans are asked.
+
+    Attributes:
+        accumulates: Whether a step is of several batches.
+        clips: Whether no block is stepped before the gradients of all are there.
+    """
 
     work: WorkProfile
     hardware: HardwareSpec
     storage: ParameterStorage = field(default_factory=ParameterStorage)
     accumulates: bool = False
+    clips: bool = False
 
     def report(self, layout: PipelineLayout, *, shape: MicrobatchShape) -> MemoryReport:
         device = self.footprint(shape).need(layout)
@@ -131,16 +139,34 @@ class MemoryModel:
         return sum(block.num_trainable for block in self.work.blocks)
 
     def _gradients(self, layout: PipelineLayout) -> float:
-        """Bytes of summed gradients.
+        """Bytes of gradients, beside those of head and tail that wait.
 
-        Of several hosts each has its part, if those of a block are complete after its last backward
-        pass: they leave then. Those of head and tail leave at the end.
+        A stage's sums over rounds and batches are kept, and what is added to them is on its way.
+        With several hosts, those of a block leave when they are complete, and each host has its
+        part of all hosts' sums. On CPU workers nothing is on its way, and gradients of a batch are
+        added to those of the batches before when all are there. Those of head and tail always are,
+        and leave at the end.
         """
-        blocks: float = self._num_in_blocks
-        if layout.num_rounds == 1 and not self.accumulates:
-            blocks /= self.hardware.num_nodes
-        others = self.work.num_trainable - self._num_in_blocks
-        return (1 + self.accumulates) * (blocks + others) * self.storage.gradient_bytes
+        work, num_hosts = self.work, self.hardware.num_nodes
+        others = (1 + self.accumulates) * (work.num_trainable - self._num_in_blocks)
+        kept = blocks = float(self._num_in_blocks)
+        is_kept = self.accumulates or layout.num_rounds > 1
+        if self.hardware.shares_host_memory:
+            arriving = self.accumulates * blocks
+        else:
+            num = _WAITING + self.hardware.num_devices
+            arriving = min(blocks, num * self._largest(layout)) if is_kept or num_hosts > 1 else 0.0
+        if num_hosts > 1:
+            largest = max((block.num_trainable for block in work.blocks), default=0)
+            sums = blocks if self.clips else min(blocks, _SUMMED * largest)
+            kept = is_kept * blocks + sums / num_hosts
+        return (kept + arriving + others) * self.storage.gradient_bytes
+
+    def _largest(self, layout: PipelineLayout) -> int:
+        """Return the most trained parameters of blocks that a stage with gradients has."""
+        stages = (s for s in layout.partition.stages() if s.kind is not StageKind.FORWARD)
+        sizes = (sum(self.work.blocks[b].num_trainable for b in stage.blocks) for stage in stages)
+        return max(sizes, default=0)
 
     @cached_property
     def _masters(self) -> float:

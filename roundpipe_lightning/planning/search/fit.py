@@ -75,6 +75,7 @@ class TrainingJob:
             hardware=self.hardware,
             storage=self.storage,
             accumulates=self.accumulates,
+            clips=self.clips,
         )
 
     @cached_property

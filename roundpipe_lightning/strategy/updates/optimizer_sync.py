@@ -209,7 +209,10 @@ class OptimizerSync:
         # A view that this update itself has is not taken for one that somebody keeps.
         is_counted = self._has_hosts and self._watch.may_be_kept
         waits = bool(self._trainer.gradient_clip_val) or self._is_writing() or is_counted
-        self._runtime.begin_update(partial(Updater.begin, optimizer=optimizer, waits=waits))
+        adds_up = not compat.begins_window(self._trainer)
+        self._runtime.begin_update(
+            partial(Updater.begin, optimizer=optimizer, waits=waits, adds_up=adds_up)
+        )
         try:
             yield
         except BaseException as error:
@@ -229,10 +232,12 @@ class OptimizerSync:
             return False
         if self._stale:
             return not self._watch.may_be_kept and not self._has_gradient_hooks
-        if trainer.accumulate_grad_batches != 1 or self._has_gradient_hooks:
+        if self._has_gradient_hooks:
             return False
         if self._has_hosts:  # gradients leave; who looks at them is refused
             return True
+        if trainer.accumulate_grad_batches != 1:
+            return False
         # In the first step it shows who looks at gradients.
         return not (
             trainer.gradient_clip_val

@@ -58,6 +58,16 @@ def always_wait(trainer: Trainer) -> bool:
     )
 
 
+def reads_before_backward(trainer: Trainer) -> bool:
+    """Return whether somebody would see, or change, what is added to `.grad` before `backward`."""
+    hooks = ("on_before_backward", "backward", "on_exception")
+    return (
+        any(needs_gradients(owner, hook) for owner in _owners(trainer) for hook in hooks)
+        or any(isinstance(owner, OnExceptionCheckpoint) for owner in _owners(trainer))
+        or any(True for _ in _parameters_with_hooks(trainer))
+    )
+
+
 def gradient_hooks(trainer: Trainer) -> Iterator[str]:
     """Yield what is to find all gradients and no parameter stepped, for messages."""
     for owner in _owners(trainer):
@@ -72,6 +82,10 @@ def gradient_hooks(trainer: Trainer) -> Iterator[str]:
             isinstance(module, _BatchNorm) for module in trainer.lightning_module.modules()
         ):
             yield f"the last pass of {name}, which steps with the gradients of the batch before it"
+    yield from (f"a hook of the parameter {name!r}" for name in _parameters_with_hooks(trainer))
+
+
+def _parameters_with_hooks(trainer: Trainer) -> Iterator[str]:
     for name, parameter in trainer.lightning_module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # noqa: SLF001
-            yield f"a hook of the parameter {name!r}"
+            yield name
