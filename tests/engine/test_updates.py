@@ -312,6 +312,48 @@ def test_gradients_that_are_being_taken_count_as_given(monkeypatch: pytest.Monke
     assert joint.is_given(0)
 
 
+def test_nobody_waits_for_room_before_the_share_is_known() -> None:
+    """Gradients of the batch before come behind, and the share when that is over."""
+    asked: list[bool] = []
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    step = CapturedStep(torch.optim.SGD(parameters, lr=1.0), gradients={})
+    members = {str(number): [p] for number, p in enumerate(parameters)}
+    joint = JointStep(step, members, begins_early=True, waits=False)
+    for number, parameter in enumerate(parameters):
+        joint.give(number, {parameter: torch.ones(2)}, is_weighed=False)
+
+    def give_up() -> bool:
+        asked.append(True)
+        return True
+
+    joint.await_room(give_up)
+    assert not asked
+    joint.weigh(0.5)
+    joint.await_room(give_up)
+    assert asked
+
+
+def test_batches_that_are_added_up_have_shares_of_their_own() -> None:
+    """Also where one has begun while the one before goes on."""
+    weight = nn.Parameter(torch.zeros(2))
+    model = nn.ParameterList([weight])
+    store = HostStore(model, [])
+    with Updater(store, []) as updater:
+        takes = []
+        for share in (0.25, 0.5):
+            updater.add_up(adds=True)
+            takes.append(store.take_gradients)
+            if share == 0.25:
+                updater.weigh(share)
+        for take in reversed(takes):
+            assert take is not None
+            assert take({weight: torch.ones(2)}, ()) == {weight}
+        updater.weigh(0.5)
+    store.close()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((2,), 0.75))
+
+
 @pytest.mark.parametrize("value", [0.0, 0.1, 3.0, float("inf"), float("nan")])
 def test_the_norm_clips_as_torch_does(value: float) -> None:
     weight = nn.Parameter(torch.ones(3))

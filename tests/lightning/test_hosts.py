@@ -189,6 +189,13 @@ CASES = {
     "accumulated": Case(
         padded=True, flags={"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}
     ),
+    "accumulated, uploaded": Case(
+        padded=True,
+        flags={"accumulate_grad_batches": 3, "gradient_clip_val": 0.5, "devices": 2},
+        options={"microbatching": "step"},
+        num_microbatches=6,
+        kind=EmulatedStrategy,
+    ),
     "values clipped": Case(flags={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "dropout": Case(dropout=0.3, options={"microbatching": "step"}, num_microbatches=6),
     "muon": Case("muon"),
@@ -836,7 +843,7 @@ def save_and_go_on(rank: int, folder: Path, form: Any, full: int, reader: int) -
     saves = SavesAndGoesOn(folder / "x.ckpt", is_full=rank == full, reads=rank == reader)
     trainer = make_trainer(
         folder,
-        strategy=EmulatedStrategy(timeout_seconds=20, upload_dtype="bf16", checkpoint_io=io),
+        strategy=EmulatedStrategy(timeout_seconds=60, upload_dtype="bf16", checkpoint_io=io),
         num_nodes=2,
         precision="bf16-mixed",
         max_steps=4,

@@ -282,7 +282,7 @@ def test_pretrained_weights_come_from_a_local_folder(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     source = ModelSource(architecture=TINY, hub_name=str(tmp_path), weights="pretrained")
-    with pytest.raises(ModelSourceError, match="cannot be loaded from the local folder"):
+    with pytest.raises(ModelSourceError, match="cannot be loaded from this place"):
         source.build()
 
 
@@ -365,7 +365,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         TokenizerSource(chat_template="no.jinja").load()
     with pytest.raises(ConfigurationError, match=r"pad_token='<none>' is not in .*'<\|pad\|>'"):
         TokenizerSource(pad_token="<none>").load()
-    with pytest.raises(ModelSourceError, match=r"cannot be loaded from the local folder"):
+    with pytest.raises(ModelSourceError, match=r"cannot be loaded from this place"):
         TokenizerSource(name=str(tmp_path)).load()
     with pytest.raises(ConfigurationError, match=r"num_tokens=258 has no room"):
         byte_level_tokenizer(num_tokens=258)

@@ -123,12 +123,13 @@ class JointStep:
     def await_room(self, is_given_up: Callable[[], bool]) -> None:
         """Wait while gradients of several units wait to be sent: they take memory.
 
-        Not while others are waited for, which come behind these perhaps.
+        Not while others are waited for, which come behind these perhaps: also those of a batch
+        before, which has ended on all hosts when the share is known.
         """
 
         def has_room() -> bool:
-            is_free = self._is_free or self._has_failed or is_given_up()
-            return is_free or self._num_waiting < _MOST_WAITING
+            is_free = self._is_free or self._has_failed or not self._share.done()
+            return is_free or self._num_waiting < _MOST_WAITING or is_given_up()
 
         with self._changed:
             while not self._changed.wait_for(has_room, _POLL_SECONDS):

@@ -102,6 +102,34 @@ class BegunStep:
         return UpdateUnit(name=unit.name, parameters=left)
 
 
+class _AddedBatch:
+    """A batch whose gradients are added to `.grad` as they come; the one before may still go on."""
+
+    def __init__(self) -> None:
+        self._share: float | None = None
+        self._late: list[Mapping[nn.Parameter, Tensor]] = []
+        self._adding = threading.Lock()
+
+    def weigh(self, share: float) -> None:
+        """As of `Updater`."""
+        with self._adding:
+            late, self._late, self._share = self._late, [], share
+            for gradients in late:
+                add_to_grad(gradients, share=share)
+
+    def add(
+        self, gradients: dict[nn.Parameter, Tensor], elsewhere: Collection[nn.Parameter]
+    ) -> Collection[nn.Parameter]:
+        """Add gradients of a block, when the share is known; in a transfer thread."""
+        mine = {p: g for p, g in gradients.items() if p not in elsewhere}
+        with self._adding:
+            if self._share is None:  # or a batch before is not over, and has none in `.grad` yet
+                self._late.append(mine)
+            else:
+                add_to_grad(mine, share=self._share)
+        return mine.keys()
+
+
 def update_units(
     module: nn.Module, blocks: Mapping[str, nn.Module], *, shared: Collection[nn.Parameter]
 ) -> list[UpdateUnit]:
@@ -164,9 +192,7 @@ class Updater:
         self._num_put = self._num_done = 0  # jobs
         self._begun: BegunStep | None = None
         self._norms: dict[Tensor, Tensor] = {}  # of this step's gradients
-        self._share: float | None = None  # of the batch that is added up
-        self._late: list[Mapping[nn.Parameter, Tensor]] = []  # came before the share was known
-        self._adding = threading.Lock()
+        self._batch = _AddedBatch()
         self._error: BaseException | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="roundpipe-updates", daemon=True)
@@ -198,20 +224,16 @@ class Updater:
         """Say what share of the loss this host has in the batch, and that those before are over."""
         if self._begun is not None and self._begun.joint is not None:
             self._begun.joint.weigh(share)
-        with self._adding:
-            late, self._late, self._share = self._late, [], share
-            for gradients in late:
-                add_to_grad(gradients, share=share)
+        self._batch.weigh(share)
 
     def add_up(self, *, adds: bool) -> None:
         """Say whether the batch that begins has each block's gradients added to `.grad` at once.
 
         Else they are given to whoever asks for the step's, when all are there: a second set.
         """
-        with self._adding:
-            self._late, self._share = [], None
-        if self._store.take_gradients in (None, self._add):
-            self._store.take_gradients = self._add if adds else None
+        before, self._batch = self._batch, _AddedBatch()
+        if self._store.take_gradients in (None, before.add):
+            self._store.take_gradients = self._batch.add if adds else None
 
     def _join_hosts(
         self,
@@ -540,18 +562,6 @@ class Updater:
             self._put(partial(self._update_part, unit, part, begun.step))
             is_new = False
         return [parameter for parameter in gradients if parameter in mine]
-
-    def _add(
-        self, gradients: dict[nn.Parameter, Tensor], elsewhere: Collection[nn.Parameter]
-    ) -> Collection[nn.Parameter]:
-        """Add a batch's gradients of a block to those of the batches before."""
-        mine = {p: g for p, g in gradients.items() if p not in elsewhere}
-        with self._adding:
-            if self._share is None:  # or a batch before is not over, and has none in `.grad` yet
-                self._late.append(mine)
-            else:
-                add_to_grad(mine, share=self._share)
-        return mine.keys()
 
     def _measure(
         self,
