@@ -60,8 +60,8 @@ from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
-from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.planning.search.partition import StageLimits
 from roundpipe_lightning.planning.search.planner import plan_of_one_batch, plan_training
 from roundpipe_lightning.planning.search.request import PlanningRequest

@@ -36,9 +36,8 @@ from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import Step
 from roundpipe_lightning.planning.cost.costs import stage_costs
 from roundpipe_lightning.planning.cost.simulate import simulate
-from roundpipe_lightning.planning.schedule.round_robin import rotated, turns_of_batch
-from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
-from roundpipe_lightning.planning.schedule.timeline import Timeline
+from roundpipe_lightning.planning.schedule.plan import rotated, turns_of_batch
+from roundpipe_lightning.planning.schedule.schedule import Action, Schedule, Timeline
 
 WAYS = {"round_the_workers": True, "from_worker_0": False}
 _CHUNK_BYTES = 100_000_000

@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 from benchmarks.published_throughput import measure
 from roundpipe_lightning.errors import FitError, PlanError
 from roundpipe_lightning.planning.model.hardware import load_hardware
-from roundpipe_lightning.planning.model.storage import ParameterStorage
-from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
-from roundpipe_lightning.planning.search.evolve import QUICK, Effort
+from roundpipe_lightning.planning.model.work import MicrobatchShape, ParameterStorage, WorkProfile
 from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
+from roundpipe_lightning.planning.search.partition import QUICK, Effort
 from roundpipe_lightning.planning.search.request import PartitionHints
 
 MODELS = (

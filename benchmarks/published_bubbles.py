@@ -36,10 +36,9 @@ from roundpipe_lightning.planning.cost.costs import (
 )
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
-from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
-from roundpipe_lightning.planning.schedule.schedule import Schedule
+from roundpipe_lightning.planning.schedule.plan import round_robin_schedule
+from roundpipe_lightning.planning.schedule.schedule import Schedule, Timeline
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.planning.search.planner import PlannedTraining, plan_training
 from roundpipe_lightning.planning.search.request import PlanningRequest
 

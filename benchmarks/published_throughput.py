@@ -31,14 +31,14 @@ from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters, ModelSource
 from roundpipe_lightning.planning.cost.costs import UpdateTiming
 from roundpipe_lightning.planning.cost.memory import MemoryModel, longest_that_fits
-from roundpipe_lightning.planning.cost.network import Exchange
-from roundpipe_lightning.planning.cost.predict import StepModel, StepPrediction
+from roundpipe_lightning.planning.cost.predict import Exchange, StepModel, StepPrediction
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware, network_rate
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.model.work import (
     BlockWork,
     MicrobatchShape,
+    ParameterStorage,
+    WeightStorage,
     WorkProfile,
     time_model,
     work_seconds,

@@ -23,8 +23,8 @@ from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.modules.meta_model import MetaModel
 from roundpipe_lightning.planning.model.hardware import config_folder
-from roundpipe_lightning.planning.search.evolve import QUICK
 from roundpipe_lightning.planning.search.fit import fit_training
+from roundpipe_lightning.planning.search.partition import QUICK
 
 _GIB = 2**30
 _SEQUENCES, _SEQ_LEN = 32, 2048

@@ -20,8 +20,8 @@ from rich.text import Text
 from roundpipe_lightning.callbacks.listening import CollectsLosses, Listening
 from roundpipe_lightning.callbacks.monitor import PipelineMonitor, peak_host_bytes
 from roundpipe_lightning.planning.report.description import size_text
-from roundpipe_lightning.planning.report.progress import WorkerState
-from roundpipe_lightning.strategy.planning.planned import PlanEvent
+from roundpipe_lightning.planning.report.step_record import WorkerState
+from roundpipe_lightning.strategy.planning.inputs import PlanEvent
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 _LEVELS = "▁▂▃▄▅▆▇█"

@@ -15,7 +15,7 @@ from roundpipe_lightning.planning.report.description import (
     model_line,
 )
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.strategy.planning.planned import PlanEvent
+from roundpipe_lightning.strategy.planning.inputs import PlanEvent
 
 
 class PlanReport(Listening):

@@ -15,9 +15,9 @@ from roundpipe_lightning.callbacks.timeline import PipelineTimeline
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.cost.device_memory import MemoryNeed
 from roundpipe_lightning.planning.report.description import PlanDescription, size_text
-from roundpipe_lightning.planning.report.picture import write_picture
+from roundpipe_lightning.planning.report.render import write_picture
 from roundpipe_lightning.planning.report.step_record import IdleCause
-from roundpipe_lightning.strategy.planning.planned import PlanEvent
+from roundpipe_lightning.strategy.planning.inputs import PlanEvent
 
 _WIDTH, _HEIGHT = 720, 240
 _MOST_POINTS = 1000

@@ -14,12 +14,11 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, StageCosts
 from roundpipe_lightning.planning.cost.simulate import simulate
-from roundpipe_lightning.planning.report.picture import write_picture
-from roundpipe_lightning.planning.report.render import render_svg, render_trace
+from roundpipe_lightning.planning.report.render import render_svg, render_trace, write_picture
 from roundpipe_lightning.planning.report.step_record import StepRecord, idle_seconds
 from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.planning.schedule.stages import Stage
-from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 _NUM_WARMUP_STEPS = 3

@@ -48,8 +48,7 @@ from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import SUPPORTED_PRECISIONS, RoundPipePrecision
 from roundpipe_lightning.strategy.options import GradientFormat, Options
-from roundpipe_lightning.strategy.planning.inputs import find_machine, storage_of
-from roundpipe_lightning.strategy.planning.planned import StepWork
+from roundpipe_lightning.strategy.planning.inputs import StepWork, find_machine, storage_of
 from roundpipe_lightning.strategy.planning.planner import StepPlanner
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 

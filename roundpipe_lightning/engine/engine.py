@@ -55,7 +55,7 @@ from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.engine.worker.user_code import Outside
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
-from roundpipe_lightning.planning.report.progress import WorkerState
+from roundpipe_lightning.planning.report.step_record import WorkerState
 from roundpipe_lightning.planning.schedule.plan import Plan
 
 

@@ -13,8 +13,7 @@ from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageRun
 from roundpipe_lightning.engine.transfer.worker_transfers import WorkerRuns
 from roundpipe_lightning.engine.worker.turns import TurnGraph
-from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.round_robin import rotated, turns_of_batch
+from roundpipe_lightning.planning.schedule.plan import Plan, rotated, turns_of_batch
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 _PLANS_REMEMBERED = 64

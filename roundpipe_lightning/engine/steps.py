@@ -41,7 +41,7 @@ from roundpipe_lightning.engine.worker.out_of_memory import Shortage, memory_exp
 from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import WatchdogError
-from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
+from roundpipe_lightning.planning.schedule.schedule import Timeline, TimelineEntry
 
 _POLL_SECONDS = 0.2  # how often the Trainer's thread looks at progress; also its response to Ctrl-C
 _MOST_IN_FLIGHT = 2

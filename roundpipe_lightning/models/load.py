@@ -33,7 +33,7 @@ from roundpipe_lightning.models.weight_files import (
     map_frozen,
     opened,
 )
-from roundpipe_lightning.planning.model.storage import ParameterStorage
+from roundpipe_lightning.planning.model.work import ParameterStorage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.model.storage import SCALE_BLOCK
+from roundpipe_lightning.planning.model.work import SCALE_BLOCK
 
 _BLOCK = SCALE_BLOCK
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from roundpipe_lightning.errors import OffloadError
-from roundpipe_lightning.planning.model.storage import STATE_WINDOW_BYTES
+from roundpipe_lightning.planning.model.work import STATE_WINDOW_BYTES
 
 T = TypeVar("T")
 

@@ -31,8 +31,7 @@ from roundpipe_lightning.errors import StepModeError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossFusion
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.report.progress import WorkerState
-from roundpipe_lightning.planning.report.step_record import StepRecord
+from roundpipe_lightning.planning.report.step_record import StepRecord, WorkerState
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.hosts.global_batch import GlobalBatch, HostPart, own_draws
@@ -48,8 +47,7 @@ from roundpipe_lightning.strategy.logging import (
 from roundpipe_lightning.strategy.metrics import LentMetrics
 from roundpipe_lightning.strategy.microbatching import MicrobatchedBatch, ModeChoice
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
-from roundpipe_lightning.strategy.planning.inputs import num_values
-from roundpipe_lightning.strategy.planning.planned import PlanEvent, Planned
+from roundpipe_lightning.strategy.planning.inputs import PlanEvent, Planned, num_values
 from roundpipe_lightning.strategy.planning.planner import StepPlanner
 from roundpipe_lightning.strategy.step import (
     InFlightBatch,

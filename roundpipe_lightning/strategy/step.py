@@ -44,9 +44,9 @@ from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.steps import Step, StepResult
 from roundpipe_lightning.engine.update.updater import Updater
 from roundpipe_lightning.planning.report.step_record import EngineCounters, StepRecord
-from roundpipe_lightning.planning.schedule.timeline import Timeline
+from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.strategy.logging import weighted_mean
-from roundpipe_lightning.strategy.planning.planned import Planned
+from roundpipe_lightning.strategy.planning.inputs import Planned
 
 _TWICE = (
     "The loss of a roundpipe step was run backward a second time; its gradients were "

@@ -42,10 +42,9 @@ from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossMode
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.report.progress import WorkerState
-from roundpipe_lightning.planning.report.step_record import StepRecord
+from roundpipe_lightning.planning.report.step_record import StepRecord, WorkerState
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.timeline import Timeline
+from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.strategy import checks, compat
 from roundpipe_lightning.strategy.hosts import agreement, data, launch
 from roundpipe_lightning.strategy.hosts.shares import BatchShares

@@ -20,7 +20,7 @@ from roundpipe_lightning.cli.plan.output import PlanOutput
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules.meta_model import MetaModel
 from roundpipe_lightning.planning.model.hardware import config_folder
-from roundpipe_lightning.planning.search.evolve import Effort
+from roundpipe_lightning.planning.search.partition import Effort
 from roundpipe_lightning.planning.search.remedies import Price
 from tests.kit.programs import run_program
 from tests.kit.runs import SMALL, environment, files, train_small

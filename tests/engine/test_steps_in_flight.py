@@ -19,11 +19,9 @@ from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.store.weight_versions import WeightVersions
 from roundpipe_lightning.engine.worker.loaded_blocks import PlacedBuffers
 from roundpipe_lightning.engine.worker.turns import Turns
-from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.round_robin import rotated, turns_of_batch
-from roundpipe_lightning.planning.schedule.schedule import Action
+from roundpipe_lightning.planning.schedule.plan import Plan, rotated, turns_of_batch
+from roundpipe_lightning.planning.schedule.schedule import Action, Timeline
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.schedule.timeline import Timeline
 from tests.kit.engine import (
     TIMEOUT_SECONDS,
     Block,

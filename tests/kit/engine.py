@@ -15,8 +15,7 @@ from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.plan import Plan, round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.plans import default_plan
 

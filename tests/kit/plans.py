@@ -9,8 +9,7 @@ from roundpipe_lightning.planning.cost.costs import RecomputeStart
 from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.model.work import BlockWork, MicrobatchShape, size_model
-from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule, split_rounds
+from roundpipe_lightning.planning.schedule.plan import Plan, round_robin_schedule, split_rounds
 from roundpipe_lightning.planning.schedule.stages import (
     Partition,
     call_lengths,

@@ -21,7 +21,7 @@ from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardw
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.planning import inputs as machines
-from roundpipe_lightning.strategy.planning.planned import PlanEvent
+from roundpipe_lightning.strategy.planning.inputs import PlanEvent
 from tests.kit.training import LanguageModel, Regressor, make_trainer, regression_data
 
 GIB = 2**30

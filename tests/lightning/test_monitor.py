@@ -26,9 +26,8 @@ from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.work import Operations
 from roundpipe_lightning.planning.report.step_record import EngineCounters, IdleCause, StepRecord
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import Action, Schedule
+from roundpipe_lightning.planning.schedule.schedule import Action, Schedule, Timeline, TimelineEntry
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.resumption import MemoryLogger

@@ -17,8 +17,7 @@ from torchmetrics.aggregation import MeanMetric
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.planning.cost.device_memory import MemoryKind
-from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.plan import Plan, round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.fit import improved_plan
 from roundpipe_lightning.planning.search.request import PartitionHints

@@ -30,8 +30,7 @@ from roundpipe_lightning.models.weight_files import UnmappedWeightsWarning, mapp
 from roundpipe_lightning.models.work.parameters import parameter_work
 from roundpipe_lightning.models.work.work_profile import step_profile
 from roundpipe_lightning.modules import ModelSource
-from roundpipe_lightning.planning.model.storage import ParameterStorage
-from roundpipe_lightning.planning.model.work import MicrobatchShape, size_model
+from roundpipe_lightning.planning.model.work import MicrobatchShape, ParameterStorage, size_model
 from tests.kit.architectures import TINY, Adapted, token_batches
 from tests.kit.engine import (
     cpu_workers,

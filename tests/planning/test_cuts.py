@@ -9,8 +9,12 @@ from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.partition_table import Evaluator
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
-from roundpipe_lightning.planning.search.evolve import Effort, PartitionSearch
-from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
+from roundpipe_lightning.planning.search.partition import (
+    Effort,
+    PartitionSearch,
+    StageLimits,
+    even_partitions,
+)
 from roundpipe_lightning.planning.search.planner import plan_training
 from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
 from tests.kit.plans import default_plan, keeps_cuts, keeps_limits

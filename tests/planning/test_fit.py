@@ -7,18 +7,18 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.hardware import load_hardware
-from roundpipe_lightning.planning.model.storage import ParameterStorage
 from roundpipe_lightning.planning.model.work import (
     Amount,
     BlockWork,
     MicrobatchShape,
+    ParameterStorage,
     Peak,
     Work,
     WorkProfile,
 )
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.evolve import QUICK, Effort
 from roundpipe_lightning.planning.search.fit import TrainingJob, fit_training, fits_memory
+from roundpipe_lightning.planning.search.partition import QUICK, Effort
 from roundpipe_lightning.planning.search.remedies import Alternatives, remedies
 from roundpipe_lightning.planning.search.request import PartitionHints
 

@@ -5,21 +5,25 @@ import pytest
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.hardware import load_hardware
-from roundpipe_lightning.planning.model.measured import HALF_LIFE_STEPS, MeasuredProfile
-from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.model.storage import ParameterStorage
+from roundpipe_lightning.planning.model.profile import (
+    HALF_LIFE_STEPS,
+    BlockProfile,
+    MeasuredProfile,
+    ModelProfile,
+)
 from roundpipe_lightning.planning.model.work import (
     Amount,
     BlockWork,
     MicrobatchShape,
+    ParameterStorage,
     Work,
     WorkProfile,
 )
 from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.schedule import Timeline, TimelineEntry
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
-from roundpipe_lightning.planning.search.evolve import Effort
 from roundpipe_lightning.planning.search.fit import LEAST_GAIN, TrainingJob, improved_plan
+from roundpipe_lightning.planning.search.partition import Effort
 from roundpipe_lightning.planning.search.request import PartitionHints
 from tests.kit.plans import round_robin_plan
 

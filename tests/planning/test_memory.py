@@ -9,17 +9,18 @@ from roundpipe_lightning.planning.cost.device_memory import Footprint, MemoryKin
 from roundpipe_lightning.planning.cost.memory import MemoryModel, longest_that_fits
 from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES, load_hardware
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.model.work import (
     Amount,
     BlockWork,
     MicrobatchShape,
+    ParameterStorage,
     Peak,
+    WeightStorage,
     WorkProfile,
 )
 from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
-from roundpipe_lightning.planning.search.limits import resident_blocks
+from roundpipe_lightning.planning.search.cases import resident_blocks
 from tests.kit.profiles import machine
 
 SHAPE = MicrobatchShape(sequences=1, seq_len=100)

@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.plan_choice import hinted, hints_of, jobs_of, step_seconds
 from benchmarks.published_throughput import measure
-from roundpipe_lightning.planning.search.evolve import QUICK
 from roundpipe_lightning.planning.search.fit import fit_training
+from roundpipe_lightning.planning.search.partition import QUICK
 
 
 @pytest.mark.parametrize(("machine", "batch"), [("rtx4090x8", 8), ("rtx3090x2", 4)])

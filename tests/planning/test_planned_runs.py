@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
-from roundpipe_lightning.planning.search.evolve import Effort
+from roundpipe_lightning.planning.search.partition import Effort
 from roundpipe_lightning.planning.search.planner import plan_training
 from roundpipe_lightning.planning.search.request import PlanningRequest
 from tests.kit.engine import (

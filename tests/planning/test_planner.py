@@ -11,13 +11,10 @@ from roundpipe_lightning.planning.cost.device_memory import Footprint
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES, HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.plan import PipelineConfig
-from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.plan import PipelineConfig, round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
-from roundpipe_lightning.planning.search.cases import pipeline_configs
-from roundpipe_lightning.planning.search.evolve import Effort
-from roundpipe_lightning.planning.search.limits import limits_within
-from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
+from roundpipe_lightning.planning.search.cases import limits_within, pipeline_configs
+from roundpipe_lightning.planning.search.partition import Effort, StageLimits, even_partitions
 from roundpipe_lightning.planning.search.planner import plan_of_one_batch, plan_training
 from roundpipe_lightning.planning.search.request import PlanningRequest
 from tests.kit.plans import keeps_cuts, keeps_limits

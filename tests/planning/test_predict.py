@@ -17,11 +17,10 @@ from roundpipe_lightning.planning.cost.predict import StepModel
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.hardware import Efficiency, HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
+from roundpipe_lightning.planning.model.work import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.schedule.plan import PipelineLayout
-from roundpipe_lightning.planning.schedule.schedule import Schedule
+from roundpipe_lightning.planning.schedule.schedule import Schedule, Timeline
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.schedule.timeline import Timeline
 from tests.kit.plans import default_plan
 from tests.kit.profiles import random_profiles
 

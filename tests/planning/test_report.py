@@ -9,14 +9,17 @@ from hypothesis import strategies as st
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, StageCosts
 from roundpipe_lightning.planning.cost.simulate import simulate
-from roundpipe_lightning.planning.report.progress import StepProgress
 from roundpipe_lightning.planning.report.render import render_svg, render_trace
-from roundpipe_lightning.planning.report.step_record import IdleCause, idle_seconds
-from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
-from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Schedule
+from roundpipe_lightning.planning.report.step_record import IdleCause, StepProgress, idle_seconds
+from roundpipe_lightning.planning.schedule.plan import Plan, round_robin_schedule
+from roundpipe_lightning.planning.schedule.schedule import (
+    Action,
+    ActionKey,
+    Schedule,
+    Timeline,
+    TimelineEntry,
+)
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
-from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 
 PARTITION = Partition(forward=(1,), backward=(1, 1))
 

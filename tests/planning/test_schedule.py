@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.round_robin import (
+from roundpipe_lightning.planning.schedule.plan import (
+    Plan,
     rotated,
     round_robin_schedule,
     turns_of_batch,
@@ -16,11 +16,12 @@ from roundpipe_lightning.planning.schedule.schedule import (
     ActionKey,
     NeededFor,
     Schedule,
+    Timeline,
+    TimelineEntry,
     dependencies,
     validate_schedule,
 )
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
-from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 from tests.kit.plans import round_robin_plan
 
 

@@ -8,10 +8,14 @@ from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
 from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.plan import round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition
-from roundpipe_lightning.planning.search.evolve import Effort, PartitionSearch
-from roundpipe_lightning.planning.search.partition import StageLimits, even_partitions
+from roundpipe_lightning.planning.search.partition import (
+    Effort,
+    PartitionSearch,
+    StageLimits,
+    even_partitions,
+)
 from tests.kit.plans import balanced_partition
 from tests.kit.profiles import random_profiles, uniform_profile
 

@@ -24,11 +24,10 @@ from roundpipe_lightning.planning.cost.traffic import (
 )
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.model.storage import ParameterStorage
+from roundpipe_lightning.planning.model.work import ParameterStorage
 from roundpipe_lightning.planning.schedule.plan import PipelineLayout
-from roundpipe_lightning.planning.schedule.schedule import Schedule
+from roundpipe_lightning.planning.schedule.schedule import Schedule, Timeline
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
-from roundpipe_lightning.planning.schedule.timeline import Timeline
 from tests.kit.plans import default_plan
 from tests.kit.profiles import machine, random_profiles
 

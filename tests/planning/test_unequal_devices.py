@@ -8,7 +8,7 @@ import torch
 from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES, HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.timeline import Timeline
+from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.planning.search.fit import TrainingJob
 from roundpipe_lightning.planning.search.planner import PlannedTraining, plan_training
 from roundpipe_lightning.planning.search.request import PlanningRequest

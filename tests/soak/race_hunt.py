@@ -32,8 +32,7 @@ from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import Step, StepResult
 from roundpipe_lightning.engine.update.updater import Updater, update_units
-from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.round_robin import round_robin_schedule
+from roundpipe_lightning.planning.schedule.plan import Plan, round_robin_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, call_lengths
 from tests.soak.race_faults import FAULTS, Fault, ForgetfulServer
 from tests.soak.race_models import ModelSpec, PlainModel, RaceModel, make_batches, make_model

@@ -14,8 +14,14 @@ from omegaconf import DictConfig, OmegaConf
 from roundpipe_commands import EXIT_DOES_NOT_FIT
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.objects import run_explained
-from roundpipe_lightning.cli.plan.answer import cheapest_changes, gains, longest_seq_len
-from roundpipe_lightning.cli.plan.nodes import read_nodes, scaled, uneven
+from roundpipe_lightning.cli.plan.answer import (
+    cheapest_changes,
+    gains,
+    longest_seq_len,
+    read_nodes,
+    scaled,
+    uneven,
+)
 from roundpipe_lightning.cli.plan.output import PlanOutput
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.files import write_text

@@ -13,8 +13,13 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from roundpipe_lightning.cli.job import Job
-from roundpipe_lightning.cli.plan.answer import Change, change_text
-from roundpipe_lightning.cli.plan.nodes import HostPlan, hidden_text, scaling_lines
+from roundpipe_lightning.cli.plan.answer import (
+    Change,
+    HostPlan,
+    change_text,
+    hidden_text,
+    scaling_lines,
+)
 from roundpipe_lightning.modules import VisionLanguageModule
 from roundpipe_lightning.planning.cost.device_memory import MemoryNeed
 from roundpipe_lightning.planning.report.description import (

@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Any
 
 from roundpipe_lightning.engine.device.events import StepAborted
-from roundpipe_lightning.planning.report.progress import StepProgress
+from roundpipe_lightning.planning.report.step_record import StepProgress
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, dependencies
 

@@ -32,7 +32,7 @@ from roundpipe_lightning.engine.transfer.weight_prefetch import StageWeights
 from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerTransfers
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.engine.worker.out_of_memory import HeldMemory
-from roundpipe_lightning.planning.report.progress import WorkerState
+from roundpipe_lightning.planning.report.step_record import WorkerState
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 

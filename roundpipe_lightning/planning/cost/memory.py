@@ -17,10 +17,11 @@ from functools import cached_property
 from roundpipe_lightning.planning.cost.device_memory import Footprint, MemoryKind, MemoryNeed
 from roundpipe_lightning.planning.cost.traffic import stage_parts
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
-from roundpipe_lightning.planning.model.storage import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.model.work import (
     BlockWork,
     MicrobatchShape,
+    ParameterStorage,
+    WeightStorage,
     WorkProfile,
     size_model,
 )

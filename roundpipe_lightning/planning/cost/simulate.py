@@ -45,11 +45,12 @@ from roundpipe_lightning.planning.schedule.schedule import (
     Action,
     NeededFor,
     Schedule,
+    Timeline,
+    TimelineEntry,
     dependencies,
     stage_dependencies,
 )
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy, StageKind
-from roundpipe_lightning.planning.schedule.timeline import Timeline, TimelineEntry
 
 
 def simulate(

@@ -18,18 +18,24 @@ from functools import cached_property
 from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, UpdateTiming
 from roundpipe_lightning.planning.cost.memory import MemoryModel, MemoryReport
-from roundpipe_lightning.planning.cost.network import Exchange
-from roundpipe_lightning.planning.cost.predict import StepModel, StepPrediction
+from roundpipe_lightning.planning.cost.predict import Exchange, StepModel, StepPrediction
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.model.storage import ParameterStorage
-from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile, time_model
+from roundpipe_lightning.planning.model.work import (
+    MicrobatchShape,
+    ParameterStorage,
+    WorkProfile,
+    time_model,
+)
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout, Plan
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
-from roundpipe_lightning.planning.search.cases import pipeline_configs
-from roundpipe_lightning.planning.search.evolve import QUICK, Effort
-from roundpipe_lightning.planning.search.limits import ONES, largest_stages, limits_within
-from roundpipe_lightning.planning.search.partition import StageLimits
+from roundpipe_lightning.planning.search.cases import (
+    ONES,
+    largest_stages,
+    limits_within,
+    pipeline_configs,
+)
+from roundpipe_lightning.planning.search.partition import QUICK, Effort, StageLimits
 from roundpipe_lightning.planning.search.planner import PlannedTraining, plan_training
 from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
 

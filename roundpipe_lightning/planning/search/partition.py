@@ -1,14 +1,30 @@
-"""Cuts a chain of blocks into stages of nearly equal duration: where a search begins."""
+"""Cuts a chain of blocks into stages, and searches for the cut with the shortest step.
+
+Even stages are not the best: while the pipeline fills, every worker waits for all stages before its
+first, and while it drains, for all after its last. So good partitions have short FORWARD stages
+first that grow, and BACKWARD stages that shrink towards the end. The search begins with even
+partitions and varies the best ones: it moves blocks to other stages or to new ones, changes the
+fused stage, or takes the other half of another partition. `Evaluator` measures all variants at
+once. First stages stand in the order of their sizes; then in any order, which matters where blocks
+differ. Same arguments, same result: the random numbers are seeded.
+
+Cost: `Effort.num_actions` bounds the number of simulated actions, about 3e7 per second and core.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import gt
+from random import Random
 
 import numpy as np
+import numpy.typing as npt
 
 from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.stages import (
     Partition,
@@ -155,3 +171,153 @@ def _spread(first: int, last: int, *, count: int) -> list[int]:
     """Return about `count` whole numbers from `first` to `last`, evenly spaced, both included."""
     step = max(1, -(-(last - first) // count))
     return sorted({*range(first, last, step), last})
+
+
+Fits = Callable[[PartitionTable], npt.NDArray[np.bool_]]
+"""Mask of the partitions of a table that fit the devices' memory."""
+
+_CHILDREN = 256  # partitions of a generation
+_PARENTS = 48  # partitions that survive one
+_PATIENCE = 30  # generations without a better partition after which the search ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """Limits of a search.
+
+    Attributes:
+        num_actions: Actions to simulate, at most, in all generations together.
+        num_generations: Generations, at most; 0: no search.
+        num_even: Numbers of stages to choose from among even partitions, about.
+        num_verified_actions: Actions of the simulations, together, that even partitions get which
+            might be better than what was found.
+    """
+
+    num_actions: int = 30_000_000
+    num_generations: int = 200
+    num_even: int = 12
+    num_verified_actions: int = 20_000
+
+
+QUICK = Effort(num_generations=0, num_even=2, num_verified_actions=0)
+"""A few even partitions alone."""
+
+
+@dataclass(eq=False, kw_only=True)
+class PartitionSearch:
+    """Partitions of one model with their estimated steps, of which the best are varied.
+
+    Attributes:
+        fits: Which partitions fit; None: all do.
+    """
+
+    evaluator: Evaluator
+    limits: StageLimits
+    effort: Effort
+    fits: Fits | None = None
+    seconds: dict[Partition, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._random = Random(0)
+
+    def best(self, even: Sequence[Partition], *, count: int = 8) -> tuple[Partition, ...]:
+        """Return the best partitions found from some to begin with, the best first."""
+        self._add(even)
+        if self.evaluator.profile.num_blocks:
+            stages = sum(partition.num_stages for partition in even) // len(even)
+            generation = _CHILDREN * stages * sum(self.evaluator.rounds)
+            most = min(max(4, self.effort.num_actions // generation), self.effort.num_generations)
+            # Unequal workers' stages are as long as the workers are fast, and in no order.
+            in_order = not (self.evaluator.pipelines or self.evaluator.profile.cuts)
+            for ordered in (True, False) if in_order else (False,):
+                self._evolve(most // 2, in_order=ordered)
+        return self._fitting(count)
+
+    def near(self, partition: Partition, *, count: int = 64) -> tuple[Partition, ...]:
+        """Return partitions that differ little from one, the shortest estimates first."""
+        self.seconds.clear()
+        self._add_children([partition], count, in_order=False)
+        self.seconds.pop(partition, None)
+        return self._fitting(count)
+
+    def _add(self, partitions: Sequence[Partition]) -> None:
+        new = [each for each in dict.fromkeys(partitions) if each not in self.seconds]
+        if not new:
+            return
+        table = PartitionTable.of(new)
+        seconds = self.evaluator.seconds(table)
+        if self.fits is not None:
+            seconds = np.where(self.fits(table), seconds, np.inf)
+        self.seconds.update(zip(new, seconds.tolist(), strict=True))
+
+    def _add_children(self, parents: Sequence[Partition], count: int, *, in_order: bool) -> None:
+        children = (self._child(parents, in_order=in_order) for _ in range(count))
+        self._add([child for child in children if self._is_allowed(child)])
+
+    def _is_allowed(self, partition: Partition) -> bool:
+        """Return whether a partition keeps the limits, and no stage of it spans a cut."""
+        (fused, *backward), limits = partition.backward, self.limits
+        sizes = (max(partition.forward, default=0), max(backward, default=0), fused)
+        if any(map(gt, sizes, (limits.forward, limits.backward, limits.fused))):
+            return False
+        cuts, num_blocks = set(self.evaluator.profile.cuts), partition.num_blocks
+        ahead = {*accumulate(partition.forward), *range(num_blocks - fused, num_blocks)}
+        return cuts <= ahead and cuts <= {num_blocks - n for n in accumulate(partition.backward)}
+
+    def _evolve(self, num_generations: int, *, in_order: bool) -> None:
+        """Replace bad partitions by variants of good ones until that stops to help."""
+        best, stalled = float("inf"), 0
+        for _ in range(num_generations):
+            parents = self._ranked()[:_PARENTS]
+            self.seconds = {parent: self.seconds[parent] for parent in parents}
+            self._add_children(parents, _CHILDREN, in_order=in_order)
+            leader = min(self.seconds.values())
+            best, stalled = (leader, 0) if leader < best else (best, stalled + 1)
+            if stalled == _PATIENCE:
+                return
+
+    def _ranked(self) -> list[Partition]:
+        return sorted(self.seconds, key=self.seconds.__getitem__)
+
+    def _fitting(self, count: int) -> tuple[Partition, ...]:
+        return tuple(each for each in self._ranked()[:count] if self.seconds[each] < float("inf"))
+
+    def _child(self, parents: Sequence[Partition], *, in_order: bool) -> Partition:
+        random = self._random
+        parent = parents[int(len(parents) * random.random() ** 2)]
+        forward, (fused, *backward) = [*parent.forward], parent.backward
+        other = random.choice(parents).backward
+        if random.random() < 0.2 and other[0] == fused:
+            backward = [*other[1:]]
+        if random.random() < 0.16:  # a block more or less in the fused stage
+            change = random.choice((-1, 1))
+            if backward if change > 0 else fused:
+                fused += change
+                forward, backward = forward or [0], backward or [0]
+                forward[-1] -= change
+                backward[0] -= change
+        for _ in range(random.choice((1, 1, 2, 3, 4))):
+            _vary(random.choice((forward, backward)), random)
+        if in_order:
+            forward.sort()
+            backward.sort(reverse=True)
+        return Partition(
+            forward=tuple(filter(None, forward)), backward=(fused, *filter(None, backward))
+        )
+
+
+def _vary(counts: list[int], random: Random) -> None:
+    """Move a block to another stage, split a stage, or dissolve one into the others."""
+    if not any(counts):
+        return
+    place = random.choice([place for place, count in enumerate(counts) if count])
+    choice = random.random()
+    if choice < 0.25:
+        part = random.randrange(counts[place])
+        counts[place] -= part
+        counts.insert(place, part)
+        return
+    moved = counts[place] if choice < 0.5 else 1
+    counts[place] -= moved
+    for _ in range(moved):
+        counts[random.randrange(len(counts))] += 1

@@ -26,11 +26,10 @@ from roundpipe_lightning.planning.cost.costs import UpdateTiming
 from roundpipe_lightning.planning.cost.predict import StepModel, StepPrediction
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.model.storage import ParameterStorage
-from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
-from roundpipe_lightning.planning.schedule.round_robin import schedule_of
+from roundpipe_lightning.planning.model.work import ParameterStorage
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan, schedule_of
+from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
-from roundpipe_lightning.planning.schedule.timeline import Timeline
 from roundpipe_lightning.planning.search.cases import Admits, Case, Steps, find_cases
 from roundpipe_lightning.planning.search.request import PlanningRequest
 

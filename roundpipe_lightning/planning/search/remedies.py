@@ -16,13 +16,13 @@ from typing import Generic, TypeVar
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, device_names, load_hardware
 from roundpipe_lightning.planning.model.work import BlockWork
-from roundpipe_lightning.planning.search.evolve import QUICK
 from roundpipe_lightning.planning.search.fit import (
     FitAnswer,
     TrainingJob,
     fit_training,
     fits_memory,
 )
+from roundpipe_lightning.planning.search.partition import QUICK
 from roundpipe_lightning.planning.search.request import PartitionHints
 
 _GIB = 2**30

@@ -19,8 +19,7 @@ from roundpipe_lightning.planning.schedule.stages import (
     cuts_before,
     reversed_cuts,
 )
-from roundpipe_lightning.planning.search.evolve import Effort
-from roundpipe_lightning.planning.search.partition import StageLimits, even_cuts
+from roundpipe_lightning.planning.search.partition import Effort, StageLimits, even_cuts
 
 _LEAST = {
     "most_forward": 1,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.errors import ConfigurationError, DataError
-from roundpipe_lightning.planning.cost.network import split_samples
+from roundpipe_lightning.planning.cost.predict import split_samples
 from roundpipe_lightning.strategy.hosts.shares import BatchShares
 
 

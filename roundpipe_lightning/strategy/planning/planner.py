@@ -31,8 +31,7 @@ from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import MicrobatchShape
 from roundpipe_lightning.planning.report.description import count_text
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.timeline import Timeline
-from roundpipe_lightning.planning.search.evolve import QUICK, Effort
+from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.planning.search.fit import (
     FitAnswer,
     TrainingJob,
@@ -40,6 +39,7 @@ from roundpipe_lightning.planning.search.fit import (
     improved_plan,
     memory_shortage,
 )
+from roundpipe_lightning.planning.search.partition import QUICK, Effort
 from roundpipe_lightning.planning.search.remedies import Alternatives, remedies
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import RoundPipePrecision
@@ -47,6 +47,10 @@ from roundpipe_lightning.strategy.checks import takes_iterator
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
 from roundpipe_lightning.strategy.planning.dry_run import DryRunError, dry_run
 from roundpipe_lightning.strategy.planning.inputs import (
+    PlanConstraints,
+    PlanEvent,
+    Planned,
+    StepWork,
     TransferSizes,
     accelerators_of,
     find_machine,
@@ -56,12 +60,6 @@ from roundpipe_lightning.strategy.planning.inputs import (
     storage_of,
     widest_dtype,
     without_training,
-)
-from roundpipe_lightning.strategy.planning.planned import (
-    PlanConstraints,
-    PlanEvent,
-    Planned,
-    StepWork,
 )
 
 _EFFORT = Effort(num_actions=2_000_000, num_generations=30)
