@@ -70,7 +70,7 @@ those marked that are learned. It takes the settings of roundpipe-train.
 """,
     "export": """\
 roundpipe-export: writes a checkpoint as a folder of Hugging Face, or as an adapter folder.
-It takes checkpoints of one file and sharded ones; roundpipe-merge makes one file of a sharded one.
+It takes checkpoints of one file and folders; roundpipe-merge makes one file of a folder.
 
   roundpipe-export ckpt_path=last
   roundpipe-export ckpt_path=logs/train/runs/2030-01-31_12-00-00 merge=true output_dir=merged
@@ -176,10 +176,10 @@ def chat(arguments: Sequence[str] | None = None) -> int:
 
 
 def merge(arguments: Sequence[str] | None = None) -> int:
-    """Write a sharded checkpoint as one file; return the exit status."""
+    """Write the checkpoint in a folder as one file; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="roundpipe-merge",
-        description="Write a sharded checkpoint as one file, which any Lightning "
+        description="Write the checkpoint in a folder as one file, which any Lightning "
         "strategy reads. A folder of Hugging Face is what roundpipe-export writes.",
         epilog="Example: roundpipe-merge logs/train/runs/NAME/checkpoints/last.ckpt one.ckpt",
     )

@@ -168,8 +168,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "folder", folder / "exported")
     run = "logs/train/runs/2030-01-31_12-00-00"
     run_line(f"roundpipe-train hydra.run.dir={run}", folder)
-    run_line("roundpipe-train checkpoint=sharded data=my.jsonl hydra.run.dir=sharded", folder)
-    (folder / "sharded" / "checkpoints").rename(folder / "checkpoints")
+    run_line("roundpipe-train checkpoint=distributed data=my.jsonl hydra.run.dir=parts", folder)
+    (folder / "parts" / "checkpoints").rename(folder / "checkpoints")
     (folder / "weights").mkdir()
     save_file(kit.Regressor().state_dict(), folder / "weights" / "model.safetensors")
     return folder

@@ -1,130 +1,465 @@
-"""A checkpoint as a folder of files of a limited size, for models that are very large.
+"""A checkpoint as a folder of torch.distributed.checkpoint, to which every host writes its part.
 
 ```
 last.ckpt/
-  index.json               which files belong to it, and their sizes; replaced last
-  structure-1f3a.pt        the checkpoint, with a reference where a large tensor was
-  tensors-1f3a-00001.pt    {"state_dict/layers.0.weight": tensor, ...}
-  tensors-1f3a-00002.pt
+  .metadata                which elements of which tensor lie where; replaced last
+  host0-1f3a90c2-0.distcp  "structure": the checkpoint, with references in the place of tensors;
+                           the elements that host 0 owns, and tensors that are not divided
+  host0-1f3a90c2-1.distcp  more of them: files have a limited size
+  host1-1f3a90c2-0.distcp  the elements that host 1 owns
 ```
 
-Every file is one of torch's own. A folder is replaced by writing new files beside the old ones and
-then the index, so that it is the one checkpoint or the other at any moment.
+Elements that a host owns of a parameter lie one after the other, and torch knows boxes. A range is
+cut into the fewest boxes; so tensors have their own shapes, and whatever reads such checkpoints
+(`torch.distributed.checkpoint.format_utils`, say) reads these:
+
+```
+elements 3 to 13 of (4, 4)      . . . 3      row 0, columns 3 to 4
+                                4 5 6 7      rows 1 to 3
+                                8 9 . .
+                                12 ...       row 3, columns 0 to 1
+```
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
+import pickle
+import secrets
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.utils._pytree import tree_map, tree_map_with_path
 
+from roundpipe_lightning.checkpoint.snapshot import Storage, TakeStorage, record, write_records
+from roundpipe_lightning.engine.update.hosts_update import OwnedPart
 from roundpipe_lightning.errors import CheckpointError
-from roundpipe_lightning.files import find_damage, new_folder, replace_folder
+from roundpipe_lightning.files import find_damage, new_folder, remove_remains, replace_folder
 
-INDEX = "index.json"
 METADATA = ".metadata"
-"""Its name where every host writes its part: `distributed.py`."""
-_FORMAT_VERSION = 1
-REFERENCE = "roundpipe_tensor"
+_STRUCTURE = "structure"
+_REFERENCE = "roundpipe_tensor"
+_LEAST_BYTES = 1024  # smaller tensors stay in the structure
+_ALIGNMENT = 64  # torch's own, of tensors in a file
 _HOW_TO_EXPORT = "roundpipe-export makes such a folder of a checkpoint of either form."
-LEAST_BYTES = 1024  # smaller tensors stay in the structure
+
+T = TypeVar("T")
+Share: TypeAlias = Callable[[Any], Sequence[Any]]
+"""Returns every host's object, by rank; all hosts call it."""
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
 
 
-def split_checkpoint(checkpoint: Mapping[str, Any], *, max_file_bytes: int) -> dict[str, Any]:
-    """Divide a checkpoint among files.
+# Writing -----------------------------------------------------------------------------------------
 
-    Tensors that share memory go into the same file and share it again when they are read.
+
+@dataclass
+class _Group:
+    """What lies in the same memory, and is written together."""
+
+    storage: Storage
+    items: list[tuple[MetadataIndex, Tensor]] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.items)
+
+
+class Part:
+    """What one host writes of a checkpoint: its structure as it is now, tensors by their memory.
 
     Args:
-        max_file_bytes: Size of a file; one that has a larger tensor has no other.
-
-    Returns:
-        What `torch.save` takes, by the name of its file: the structure first, then the tensors in
-        the order of the checkpoint.
+        checkpoint: On every host with the same tensors; all else is host 0's.
+        owned: What this host has of tensors that are divided; host 0 writes all others.
+        rank: The number of this host.
+        max_file_bytes: Size of a file; one that has larger memory has no other.
     """
-    files: list[dict[str, Tensor]] = []
-    place_of: dict[int, int] = {}  # by storage
-    last_bytes = 0
 
-    def reference(path: tuple[Any, ...], value: Any) -> Any:
-        nonlocal last_bytes
-        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
-            return value
-        storage = value.untyped_storage()
-        if storage.nbytes() < LEAST_BYTES:
-            return value
-        key = storage._cdata  # noqa: SLF001 - torch's own key for a storage
-        if key not in place_of:
-            if not files or last_bytes + storage.nbytes() > max_file_bytes:
-                files.append({})
-                last_bytes = 0
-            last_bytes += storage.nbytes()
-            place_of[key] = len(files) - 1
-        name = "/".join(map(str, keys_of(path)))
-        files[place_of[key]][name] = value
-        return {REFERENCE: [place_of[key], name]}
+    def __init__(
+        self,
+        checkpoint: Mapping[str, Any],
+        *,
+        owned: Iterable[OwnedPart] = (),
+        rank: int = 0,
+        max_file_bytes: int,
+    ) -> None:
+        self.rank, self._max_file_bytes = rank, max_file_bytes
+        self._groups: dict[int, _Group] = {}
+        self._paths: dict[str, tuple[Any, ...]] = {_STRUCTURE: (_STRUCTURE,)}
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        parts = {_key(part.whole): part for part in owned}
+        names: dict[Any, str] = {}
 
-    structure = tree_map_with_path(reference, dict(checkpoint))
-    numbered = {f"tensors-{number:05d}": content for number, content in enumerate(files)}
-    return {"structure": structure, **numbered}
+        def reference(path: tuple[Any, ...], value: Any) -> Any:
+            if type(value) not in (Tensor, nn.Parameter) or not _is_plain(value):
+                return value
+            part = parts.get(_key(value))
+            if part is None and value.untyped_storage().nbytes() < _LEAST_BYTES:
+                return value
+            keys = tuple(getattr(each, "key", getattr(each, "idx", each)) for each in path)
+            key = (_key(value), value.shape, value.stride())
+            if key not in names:
+                name = ".".join(map(str, keys))
+                while name in self._paths:  # {"a.b": ...} beside {"a": {"b": ...}}
+                    name += "_"
+                names[key], self._paths[name] = name, keys
+                self._add(name, value.detach(), part)
+            return {_REFERENCE: names[key]}
+
+        structure, content = tree_map_with_path(reference, dict(checkpoint)), BytesIO()
+        if rank == 0:
+            torch.save(structure, content)
+        self._structure = content.getbuffer()
+
+    def _add(self, name: str, tensor: Tensor, part: OwnedPart | None) -> None:
+        properties = TensorProperties(dtype=tensor.dtype)
+        self._tensors[name] = TensorStorageMetadata(properties, tensor.shape, [])
+        if part is not None:
+            at = 0
+            for offsets, sizes in boxes(
+                tuple(tensor.shape), part.start, part.start + part.values.numel()
+            ):
+                values = part.values[at : at + math.prod(sizes)].view(sizes)
+                self._put(MetadataIndex(name, offsets), values)
+                at += values.numel()
+        elif self.rank == 0:
+            self._put(MetadataIndex(name, (0,) * tensor.dim()), tensor)
+
+    def _put(self, index: MetadataIndex, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        group = self._groups.setdefault(storage._cdata, _Group(storage))  # noqa: SLF001 - torch's key for a storage
+        group.items.append((index, tensor))
+
+    def copy_all_but(self, kept: Collection[int]) -> list[Storage]:
+        """Copy the memory that is written, but for storages with these keys; return those."""
+        for key, group in self._groups.items():
+            if key not in kept:
+                group.storage = group.storage.clone()
+                group.items = [(i, _in_memory(group.storage, tensor)) for i, tensor in group.items]
+        return [group.storage for key, group in self._groups.items() if key in kept]
+
+    def write(self, folder: Path, *, version: str, take: TakeStorage) -> list[_Written]:
+        """Write this host's files; return what lies where."""
+        written: list[_Written] = []
+        files: list[list[_Group]] = [[]]
+        for group in self._groups.values():
+            num_bytes = sum(each.num_bytes for each in files[-1])
+            if files[-1] and num_bytes + group.num_bytes > self._max_file_bytes:
+                files.append([])
+            files[-1].append(group)
+        for number, groups in enumerate(files):
+            path = folder / f"host{self.rank}-{version}-{number}.distcp"
+            with path.open("xb") as file:
+                if number == self.rank == 0:
+                    file.write(self._structure)
+                    place = _StorageInfo(path.name, 0, file.tell())
+                    written.append((MetadataIndex(_STRUCTURE), torch.Size(), place))
+                for group in groups:
+                    with take(group.storage) as memory:
+                        for index, tensor in group.items:
+                            begin = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
+                            file.seek(begin)  # so that tensors can be mapped
+                            values = _compact(_in_memory(memory, tensor))
+                            write_records(record(values), file, take=nullcontext)
+                            place = _StorageInfo(path.name, begin, file.tell() - begin)
+                            written.append((index, tensor.shape, place))
+                file.flush()
+                os.fsync(file.fileno())
+        return written
+
+    def metadata(self, written: Iterable[_Written]) -> Metadata:
+        """Return the description of what all hosts have written."""
+        described: dict[str, Any] = {**self._tensors, _STRUCTURE: BytesStorageMetadata()}
+        places = {}
+        for index, sizes, place in written:
+            places[index] = place
+            if index.offset is not None:
+                described[index.fqn].chunks.append(ChunkStorageMetadata(index.offset, sizes))
+        return Metadata(described, planner_data=self._paths, storage_data=places, version="1.0.0")
 
 
-def keys_of(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the keys and numbers of a path in nested dictionaries and lists."""
-    return tuple(getattr(part, "key", getattr(part, "idx", part)) for part in path)
+_Written: TypeAlias = tuple[MetadataIndex, torch.Size, _StorageInfo]
 
 
 def write_folder(
-    path: Path, names: list[str], *, version: str, write: Callable[[str, Path], None]
+    part: Part,
+    path: Path,
+    *,
+    share: Share | None = None,
+    take: TakeStorage = nullcontext,
 ) -> None:
-    """Write the files of a folder, then make them the checkpoint.
+    """Write a checkpoint; every host calls this.
 
     Args:
-        path: The folder; or a file, which it replaces.
-        version: Tells these files from those of the checkpoint before.
-        write: Writes a part into a file.
+        path: The folder, on a file system that all hosts have; host 0's counts.
+        share: Reaches the others; None where there are none.
+        take: Gives the memory to write, once for every storage.
+
+    Raises:
+        OSError: It could not be written, without others.
+        CheckpointError: A host could not write its part; on all of them.
+        HostError: Another host is lost.
     """
-    with new_folder(path) as temporary:
-        files: dict[str, dict[str, Any]] = {}
-        for name in names:
-            file = temporary / f"{name}-{version}.pt"
-            write(name, file)
-            files[name] = {"file": file.name, "num_bytes": file.stat().st_size}
-        index = json.dumps({"format_version": _FORMAT_VERSION, "files": files}, indent=1)
-        with (temporary / INDEX).open("x") as opened:
-            opened.write(index)
-            opened.flush()
-            os.fsync(opened.fileno())
-        replace_folder(temporary, path, index=INDEX, suffix=".pt")
+
+    def on_all(task: Callable[[], T]) -> Sequence[T]:
+        """Return what every host's task gave; raise on all hosts if one failed."""
+        if share is None:
+            return [task()]
+        try:
+            done, error = task(), None
+        except (OSError, RuntimeError) as raised:
+            done, error = None, str(getattr(raised, "strerror", None) or raised)
+        said = share((done, error))
+        for host, (_, why) in enumerate(said):
+            if why is not None:
+                raise CheckpointError(
+                    f"Host {host} could not write its part of the checkpoint {path}: {why}. What "
+                    "was there before is untouched. checkpoint=distributed needs a folder that all "
+                    "hosts have, with room for all parts."
+                )
+        return [cast("T", done) for done, _ in said]
+
+    with ExitStack() as stack:
+
+        def begin() -> tuple[Path, str] | None:
+            if part.rank > 0:
+                return None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_remains(path)
+            return stack.enter_context(new_folder(path)), secrets.token_hex(4)
+
+        first = on_all(begin)[0]
+        assert first is not None
+        folder, version = first
+
+        def write() -> list[_Written]:
+            if not folder.is_dir():
+                raise FileNotFoundError(0, "the folder is not there, on a disk of its own perhaps")
+            return part.write(folder, version=version, take=take)
+
+        written = on_all(write)
+
+        def finish() -> None:
+            if part.rank == 0:
+                with (folder / METADATA).open("xb") as file:
+                    pickle.dump(part.metadata(chain.from_iterable(written)), file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                replace_folder(folder, path, index=METADATA, suffix=".distcp")
+
+        on_all(finish)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    differs = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized  # from its memory
+    return tensor.layout is torch.strided and tensor.is_cpu and not differs
+
+
+def _key(tensor: Tensor) -> tuple[int, int, torch.dtype]:
+    """Return what two tensors have in common that are the same memory."""
+    return (tensor.data_ptr(), tensor.numel(), tensor.dtype)
+
+
+def _in_memory(memory: Storage, like: Tensor) -> Tensor:
+    """Return a tensor as another one, in other memory."""
+    empty = torch.empty(0, dtype=like.dtype)
+    return empty.set_(memory, like.storage_offset(), like.shape, like.stride())
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory has its elements in order, and no others."""
+    is_compact = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_compact else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Cut a range of the elements of a flattened tensor into boxes, in their order.
+
+    Args:
+        shape: Of the tensor.
+        start: Its first element.
+        stop: The element after the last one.
+    """
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    pieces = [(start, min(first * row, stop)), (max(last, first) * row, stop)]
+    for number, (begin, end) in enumerate(pieces):
+        at = begin // row
+        for offsets, sizes in boxes(shape[1:], begin - at * row, end - at * row):
+            yield ((at, *offsets), (1, *sizes))
+        if number == 0 and first < last:
+            yield ((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
+
+
+# Reading -----------------------------------------------------------------------------------------
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Return whether a folder is a checkpoint, of either form."""
-    return (path / INDEX).is_file() or (path / METADATA).is_file()
+    return (path / METADATA).is_file()
 
 
-def read_folder(
-    path: Path, *, map_location: Any = None, weights_only: bool | None = None
-) -> dict[str, Any]:
-    """Read a checkpoint; its tensors stay in their files until they are used.
+class Folder:
+    """A checkpoint of any number of hosts; tensors stay in their files until they are used.
+
+    Those that several boxes make up are put together one at a time.
+
+    Args:
+        path: The folder.
+        map_location: As in `torch.load`, for what is not in a tensor of the folder.
+        weights_only: As in `torch.load`.
+
+    Attributes:
+        checkpoint: Tensors of several boxes have memory and no values yet.
 
     Raises:
-        CheckpointError: It is no sharded checkpoint, a file is missing, damaged or lies outside
-            the folder, a newer version wrote it, or it holds objects that `weights_only` forbids.
+        CheckpointError: It is no checkpoint, a file is missing, damaged or lies outside the folder,
+            or it holds objects that `weights_only` forbids.
     """
+
+    def __init__(
+        self, path: Path, *, map_location: Any = None, weights_only: bool | None = None
+    ) -> None:
+        _check_form(path)
+        self._path = path
+        self._tensors: dict[str, Tensor] = {}
+        self._unread: dict[int, str] = {}
+        self._starts: dict[MetadataIndex, int] = {}
+        self._files: dict[Path, Storage] = {}
+        with self._damage_explained():
+            with (path / METADATA).open("rb") as file:
+                self._metadata: Metadata = _Unpickler(file).load()
+            if MetadataIndex(_STRUCTURE) not in self._metadata.storage_data:
+                raise CheckpointError(
+                    f"The checkpoint {path} is one of torch.distributed.checkpoint that another "
+                    "program wrote, without a Lightning checkpoint in it. Make it one file with "
+                    "its own tools first."
+                )
+            self._check_files()
+            place = self._metadata.storage_data[MetadataIndex(_STRUCTURE)]
+            structure = load_file(
+                path,
+                content=self._content(place),
+                map_location=map_location,
+                weights_only=weights_only,
+            )
+            self.checkpoint: dict[str, Any] = tree_map(
+                self._tensor, structure, is_leaf=_is_reference
+            )
+
+    def _content(self, place: _StorageInfo) -> BytesIO:
+        file = self._path / place.relative_path
+        if file.resolve().parent != self._path.resolve():
+            raise unreadable(self._path, f"its {METADATA} leads to {file}, which is outside of it")
+        if not file.is_file():
+            raise unreadable(self._path, f"its file {file.name} is missing")
+        with file.open("rb") as opened:
+            opened.seek(place.offset)
+            content = opened.read(place.length)
+        if len(content) < place.length:
+            raise unreadable(self._path, f"its file {file.name} is too short")
+        return BytesIO(content)
+
+    def _check_files(self) -> None:
+        """Compare sizes and checksums of all that was written, and find where values begin."""
+        places: Any = self._metadata.storage_data.items()
+        for index, place in sorted(
+            places, key=lambda item: (item[1].relative_path, item[1].offset)
+        ):
+            content = self._content(place)
+            damage = find_damage(content)
+            if damage is not None:
+                raise unreadable(self._path, f"of its file {place.relative_path}, {damage}")
+            if index.fqn != _STRUCTURE:
+                content.seek(0)
+                reader: Any = torch._C.PyTorchFileReader(content)
+                self._starts[index] = place.offset + reader.get_record_offset("data/0")
+
+    def fill(self, storage: Storage) -> bool:
+        """Put a tensor together in its memory, once; return whether that was now."""
+        name = self._unread.pop(storage._cdata, None)  # noqa: SLF001 - torch's key for a storage
+        if name is not None:
+            whole = self._tensors[name]
+            with self._damage_explained():
+                entry: Any = self._metadata.state_dict_metadata[name]
+                for box in entry.chunks:
+                    ends = [
+                        begin + size for begin, size in zip(box.offsets, box.sizes, strict=True)
+                    ]
+                    into = whole[tuple(map(slice, box.offsets, ends))]
+                    into.copy_(self._mapped(name, box, whole.dtype))
+        return name is not None
+
+    def read(self) -> dict[str, Any]:
+        """Return the checkpoint with all values."""
+        for tensor in self._tensors.values():
+            self.fill(tensor.untyped_storage())
+        return self.checkpoint
+
+    def _tensor(self, value: Any) -> Any:
+        if not _is_reference(value):
+            return value
+        name = value[_REFERENCE]
+        if name not in self._tensors:
+            entry: Any = self._metadata.state_dict_metadata[name]
+            dtype, chunks = entry.properties.dtype, entry.chunks
+            if len(chunks) == 1 and chunks[0].sizes == entry.size:
+                self._tensors[name] = self._mapped(name, chunks[0], dtype)
+            else:
+                new = self._tensors[name] = torch.empty(entry.size, dtype=dtype)
+                self._unread[new.untyped_storage()._cdata] = name  # noqa: SLF001
+        return self._tensors[name]
+
+    def _mapped(self, name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
+        """Return the values of a box, which stay in their file."""
+        index = MetadataIndex(name, chunk.offsets)
+        file = self._path / self._metadata.storage_data[index].relative_path
+        if file not in self._files:
+            mapped = Storage.from_file(str(file), shared=False, nbytes=file.stat().st_size)
+            self._files[file] = cast("Storage", mapped)
+        start, num_bytes = self._starts[index], chunk.sizes.numel() * dtype.itemsize
+        values = self._files[file][start : start + num_bytes]
+        return torch.empty(0, dtype=dtype).set_(values).view(chunk.sizes)
+
+    @contextmanager
+    def _damage_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, CheckpointError):
+            raise
+        except Exception as error:
+            reason = f"its parts do not fit ({type(error).__name__}: {error})"
+            raise unreadable(self._path, reason) from error
+
+
+def _check_form(path: Path) -> None:
     if not path.is_dir():
         found = "is one file already" if path.exists() else "does not exist"
         raise CheckpointError(
-            f"The checkpoint {path} {found}: name the folder of a sharded one. {_HOW_TO_EXPORT}"
+            f"The checkpoint {path} {found}: name the folder of one. {_HOW_TO_EXPORT}"
         )
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         raise CheckpointError(
@@ -133,62 +468,36 @@ def read_folder(
         )
     if not is_checkpoint_folder(path):
         raise CheckpointError(
-            f"The checkpoint {path} is a folder without index.json: it is not a sharded checkpoint "
-            "of this package. One that FSDP or DeepSpeed wrote in parts has to be made one file "
-            "with their own tools first."
+            f"The checkpoint {path} is a folder without {METADATA}: it is not a checkpoint of this "
+            "package. One that FSDP or DeepSpeed wrote in parts has to be made one file with their "
+            "own tools first."
         )
-    files = _read_index(path)
-    for file in files.values():
-        damage = find_damage(file)
-        if damage is not None:
-            raise unreadable(path, f"of its file {file.name}, {damage}")
-    structure = load_file(
-        files.pop("structure"), map_location=map_location, weights_only=weights_only
-    )
-    try:
-        contents = [
-            torch.load(files[name], mmap=True, map_location="cpu", weights_only=True)
-            for name in sorted(files)
-        ]
-
-        def tensor(value: Any) -> Any:
-            if not is_reference(value):
-                return value
-            place, name = value[REFERENCE]
-            return contents[place][name]
-
-        joined: dict[str, Any] = tree_map(tensor, structure, is_leaf=is_reference)
-    except (UnpicklingError, RuntimeError, LookupError, TypeError, ValueError) as error:
-        raise unreadable(path, f"its files do not fit ({type(error).__name__}: {error})") from error
-    return joined
 
 
-def _read_index(path: Path) -> dict[str, Path]:
-    """Return the files of a checkpoint by the names of its parts, all there and of their sizes."""
-    try:
-        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
-        version = int(index["format_version"])
-        entries = {
-            str(name): (path / entry["file"], int(entry["num_bytes"]))
-            for name, entry in (index["files"].items() if version <= _FORMAT_VERSION else ())
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise unreadable(path, f"its {INDEX} is damaged") from error
-    if version > _FORMAT_VERSION:
-        raise CheckpointError(
-            f"The checkpoint {path} has format_version={version}, but this version of "
-            f"roundpipe_lightning reads {_FORMAT_VERSION}. Update roundpipe_lightning."
+def _is_reference(value: Any) -> bool:
+    return type(value) is dict and _REFERENCE in value
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = isinstance(getattr(torch, name, None), torch.dtype)
+        if (module == "torch" and is_dtype) or (module, name) in _HARMLESS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}")
+
+
+_HARMLESS = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+            *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
         )
-    if "structure" not in entries:
-        raise unreadable(path, f"its {INDEX} names no structure")
-    for file, num_bytes in entries.values():
-        if file.resolve().parent != path.resolve():
-            raise unreadable(path, f"its {INDEX} leads to {file}, which is outside of it")
-        size = file.stat().st_size if file.is_file() else None
-        if size != num_bytes:
-            found = "is missing" if size is None else f"has {size} of {num_bytes} bytes"
-            raise unreadable(path, f"its file {file.name} {found}")
-    return {name: file for name, (file, _) in entries.items()}
+    ),
+}
 
 
 def load_file(
@@ -217,7 +526,7 @@ def load_file(
     except Exception as error:
         if not is_zip:
             raise unreadable(file, "it is not in torch's format") from error
-        if isinstance(error, UnpicklingError):
+        if isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
                 f"The checkpoint {file} holds objects whose reading could run code: {error} If you "
                 "trust who wrote it, read it with weights_only=False (an argument of Trainer.fit), "
@@ -231,7 +540,3 @@ def unreadable(path: Path, reason: str) -> CheckpointError:
         f"The checkpoint {path} cannot be read: {reason}. It is truncated or damaged: copy it "
         "again, or resume from another one (ckpt_path=...)."
     )
-
-
-def is_reference(value: Any) -> bool:
-    return type(value) is dict and REFERENCE in value

@@ -13,10 +13,8 @@ last.ckpt            3. renamed onto it (atomic); on an error the temporary file
 
 from __future__ import annotations
 
-import os
-import secrets
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,12 +25,11 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from roundpipe_lightning.checkpoint.distributed import Parts, write_parts
 from roundpipe_lightning.checkpoint.folder import (
-    METADATA,
+    Folder,
+    Part,
+    Share,
     load_file,
-    read_folder,
-    split_checkpoint,
     unreadable,
     write_folder,
 )
@@ -52,7 +49,7 @@ __all__ = ["RoundPipeAsyncCheckpointIO", "RoundPipeCheckpointIO", "merge_checkpo
 
 _GIB = 1 << 30
 
-Form: TypeAlias = Literal["file", "sharded", "distributed"]
+Form: TypeAlias = Literal["file", "distributed"]
 
 
 class RoundPipeCheckpointIO(TorchCheckpointIO):
@@ -62,10 +59,9 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
     are refused by it.
 
     Args:
-        form: `"file"`: one file. `"sharded"`: a folder with an index and files of a limited size.
-            `"distributed"`: a folder of `torch.distributed.checkpoint` to which every host writes
-            its part. All are read, whatever this says.
-        max_file_bytes: Size of the files of the sharded form.
+        form: `"file"`: one file. `"distributed"`: a folder of `torch.distributed.checkpoint`, to
+            which every host writes its part. Both are read, whatever this says.
+        max_file_bytes: Size of the files of a folder.
 
     Raises:
         ConfigurationError: A setting cannot work.
@@ -73,7 +69,7 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
 
     def __init__(self, *, form: Form = "file", max_file_bytes: int = 4 * _GIB) -> None:
         if form not in get_args(Form):
-            raise ConfigurationError(f"form={form!r}: set 'file', 'sharded' or 'distributed'.")
+            raise ConfigurationError(f"form={form!r}: set 'file' or 'distributed'.")
         if max_file_bytes <= 0:
             raise ConfigurationError(f"max_file_bytes={max_file_bytes}: set a positive number.")
         self.form = form
@@ -96,17 +92,20 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
                 )
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        if self.form == "distributed":
-            self.save_part(checkpoint, path)
-            return
-        _write(local_path, self._records(checkpoint), take=nullcontext)
+        self.save_taken(checkpoint, path, take=nullcontext)
 
     def writes_parts(self, path: str | Path, storage_options: Any | None = None) -> bool:
         """Return whether every host writes its part, by `save_part`."""
         return self.form == "distributed" and not storage_options and _local_path(path) is not None
 
-    def save_part(self, checkpoint: dict[str, Any], path: str | Path, **options: Any) -> None:
-        """Write this host's part of `checkpoint`, with the arguments of `write_parts`.
+    def save_part(
+        self, checkpoint: dict[str, Any], path: str | Path, *, share: Share, **options: Any
+    ) -> None:
+        """Write this host's part of `checkpoint`.
+
+        Args:
+            share: As of `write_folder`.
+            options: As of `Part`.
 
         Raises:
             CheckpointError: A host could not write its part.
@@ -114,7 +113,8 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
         """
         local_path = _local_path(path)
         assert local_path is not None
-        write_parts(checkpoint, local_path, **options)
+        part = Part(checkpoint, max_file_bytes=self.max_file_bytes, **options)
+        write_folder(part, local_path, share=share)
 
     def save_taken(
         self, checkpoint: dict[str, Any], path: str | Path, *, take: TakeStorage
@@ -129,14 +129,13 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
         """
         local_path = _local_path(path)
         if local_path is not None:
-            _write(local_path, self._records(checkpoint), take=take)
+            _write(local_path, self._content(checkpoint), take=take)
         return local_path is not None
 
-    def _records(self, checkpoint: dict[str, Any]) -> _Records:
-        parts: dict[str, Any] = {_ONE_FILE: checkpoint}
-        if self.form == "sharded":
-            parts = split_checkpoint(checkpoint, max_file_bytes=self.max_file_bytes)
-        return {name: record(content) for name, content in parts.items()}
+    def _content(self, checkpoint: dict[str, Any]) -> Part | Sequence[Record]:
+        if self.form == "distributed":
+            return Part(checkpoint, max_file_bytes=self.max_file_bytes)
+        return record(checkpoint)
 
     def load_checkpoint(
         self,
@@ -171,7 +170,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
 
     Args:
         max_copy_bytes: The most memory for copies of parameters and optimizer state.
-        form: As for `RoundPipeCheckpointIO`, but for `"distributed"`.
+        form: As for `RoundPipeCheckpointIO`; on several hosts host 0 writes all of it.
         max_file_bytes: As for `RoundPipeCheckpointIO`.
 
     Raises:
@@ -188,11 +187,6 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         super().__init__(form=form, max_file_bytes=max_file_bytes)
         if max_copy_bytes < 0:
             raise ConfigurationError(f"max_copy_bytes={max_copy_bytes}: set 0 or more.")
-        if form == "distributed":
-            raise ConfigurationError(
-                "form='distributed' is written while training waits: set checkpoint=distributed, "
-                "or RoundPipeCheckpointIO(form='distributed')."
-            )
         self.snapshots = Snapshots(max_copy_bytes=max_copy_bytes)
         """The memory that is still to be written, and how much of it was copied."""
         self._queue = WriteQueue()
@@ -231,19 +225,24 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
                 return entry
             return replace(entry, data=entry.data.clone())
 
-        records = {
-            name: tuple(map(copied_unless_kept, entries))
-            for name, entries in self._records(checkpoint).items()
-        }
+        content = self._content(checkpoint)
+        if isinstance(content, Part):
+            protected += content.copy_all_but(kept)
+        else:
+            content = tuple(map(copied_unless_kept, content))
         snapshot = self.snapshots.protect(protected)
 
         def write() -> None:
             try:
-                _write(local_path, records, take=snapshot.take)
+                _write(local_path, content, take=snapshot.take)
             finally:
                 snapshot.abandon()
 
         self._queue.submit(write)
+
+    def writes_parts(self, *_: Any) -> bool:
+        """Return False: in the background there is no talk with other hosts."""
+        return False
 
     def release(self, *, unchanged: Collection[Storage] = ()) -> None:
         """Wait until memory that was given as steady may change, but for `unchanged`."""
@@ -267,7 +266,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
 
 
 def merge_checkpoint(folder: str | Path, file: str | Path, *, weights_only: bool = True) -> None:
-    """Write a sharded checkpoint as one file, without holding it in memory.
+    """Write a folder's checkpoint as one file, without holding it in memory.
 
     Args:
         file: The file to write; what is there is replaced as a whole.
@@ -278,18 +277,13 @@ def merge_checkpoint(folder: str | Path, file: str | Path, *, weights_only: bool
         CheckpointError: The folder is no checkpoint, or damaged, or holds such objects, or the file
             cannot be written.
     """
-    take: TakeStorage = nullcontext
-    if (Path(folder) / METADATA).is_file():
-        parts = Parts(Path(folder), weights_only=weights_only)
-        checkpoint, take = parts.checkpoint, partial(_read_late, parts)
-    else:
-        checkpoint = read_folder(Path(folder), weights_only=weights_only)
-    _write(Path(file), {_ONE_FILE: record(checkpoint)}, take=take)
+    read = Folder(Path(folder), weights_only=weights_only)
+    _write(Path(file), record(read.checkpoint), take=partial(_read_late, read))
 
 
 @contextmanager
-def _read_late(parts: Parts, storage: Storage) -> Iterator[Storage]:
-    is_read = parts.fill(storage)
+def _read_late(folder: Folder, storage: Storage) -> Iterator[Storage]:
+    is_read = folder.fill(storage)
     yield storage
     if is_read:
         storage.resize_(0)
@@ -297,28 +291,17 @@ def _read_late(parts: Parts, storage: Storage) -> Iterator[Storage]:
 
 # Writing -----------------------------------------------------------------------------------------
 
-_Records = Mapping[str, Sequence[Record]]
-"""Records to write, by the name of the file in a folder, or `_ONE_FILE`."""
-_ONE_FILE = ""
 
-
-def _write(path: Path, records: _Records, *, take: TakeStorage) -> None:
-    """Write a file or a folder; CheckpointError: it could not be written."""
+def _write(path: Path, content: Part | Sequence[Record], *, take: TakeStorage) -> None:
+    """Write a folder or a file; CheckpointError: it could not be written."""
     try:
+        if isinstance(content, Part):
+            write_folder(content, path, take=take)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_remains(path)
-        if _ONE_FILE in records:
-            with replaced_file(path) as file:
-                write_records(records[_ONE_FILE], file, take=take)
-            return
-
-        def write_part(name: str, file: Path) -> None:
-            with file.open("xb") as opened:
-                write_records(records[name], opened, take=take)
-                opened.flush()
-                os.fsync(opened.fileno())
-
-        write_folder(path, list(records), version=secrets.token_hex(4), write=write_part)
+        with replaced_file(path) as file:
+            write_records(content, file, take=take)
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint {path} could not be written: {error.strerror or error}. "
@@ -336,19 +319,16 @@ def read_checkpoint(
     """Read a checkpoint of any strategy, of either form.
 
     Args:
-        path: A file, or a folder of the sharded form.
-        mmap: Whether tensors stay in a file until they are used, as those of a sharded one do.
+        path: A file, or a folder.
+        mmap: Whether tensors stay in a file until they are used, as those of a folder do.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
         CheckpointError: The checkpoint is truncated or damaged, or is none, or holds objects that
             `weights_only` forbids.
     """
-    if (path / METADATA).is_file():
-        parts = Parts(path, map_location=map_location, weights_only=weights_only)
-        return parts.read()
     if path.is_dir():
-        return read_folder(path, map_location=map_location, weights_only=weights_only)
+        return Folder(path, map_location=map_location, weights_only=weights_only).read()
     if not path.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     damage = find_damage(path)

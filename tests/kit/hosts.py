@@ -1,3 +1,4 @@
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-_SECONDS = 120.0  # far more than any test takes
+_SECONDS = 600.0  # a host that waits for another one says so long before
 
 _context = multiprocessing.get_context("forkserver")
 # The server imports once what every host needs.
@@ -98,6 +99,7 @@ def _serve(
     args: Sequence[Any],
 ) -> None:
     os.environ.update(variables)
+    faulthandler.dump_traceback_later(_SECONDS - 5)
     try:
         result = function(rank, *args)
     except BaseException as error:  # noqa: BLE001 - the test looks at it

@@ -342,7 +342,10 @@ def test_logger_that_uploads_finds_the_file(tmp_path: Path) -> None:
 def test_memory_while_a_file_is_written(tmp_path: Path) -> None:
     """No second copy: the peak of the process grows by little more than a buffer."""
     big = {"state_dict": {"a": torch.ones(12_000_000), "b": torch.ones(12_000_000)}}
-    for io in (RoundPipeCheckpointIO(), RoundPipeCheckpointIO(form="sharded", max_file_bytes=1)):
+    for io in (
+        RoundPipeCheckpointIO(),
+        RoundPipeCheckpointIO(form="distributed", max_file_bytes=1),
+    ):
         io.save_checkpoint({"a": torch.ones(1000)}, tmp_path / "warm-up")
         Path("/proc/self/clear_refs").write_text("5")
         before = _memory_bytes("VmRSS")

@@ -188,7 +188,7 @@ def test_remote_path_goes_lightnings_way(kind: Any) -> None:
     path = "memory://roundpipe/x.ckpt"
     io.save_checkpoint({"a": torch.ones(2)}, path)
     with pytest.warns(UserWarning, match=r"memory://roundpipe/x\.ckpt is one file"):
-        kind(form="sharded").save_checkpoint({"a": torch.ones(2)}, path)
+        kind(form="distributed").save_checkpoint({"a": torch.ones(2)}, path)
     assert torch.equal(io.load_checkpoint(path)["a"], torch.ones(2))
     io.remove_checkpoint(path)
 

@@ -317,7 +317,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=5, help="processes to kill")
-    parser.add_argument("--form", choices=("file", "sharded"), default="file")
+    parser.add_argument("--form", choices=("file", "distributed"), default="file")
     parser.add_argument("--epochs", type=int, default=3, help="of one training")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument(

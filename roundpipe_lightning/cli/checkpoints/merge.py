@@ -1,4 +1,4 @@
-"""`roundpipe-merge FOLDER FILE`: a sharded checkpoint as one file."""
+"""`roundpipe-merge FOLDER FILE`: the checkpoint in a folder as one file."""
 
 from __future__ import annotations
 
