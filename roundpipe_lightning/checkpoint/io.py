@@ -38,10 +38,10 @@ from roundpipe_lightning.checkpoint.snapshot import (
     Snapshots,
     Storage,
     TakeStorage,
+    WriteQueue,
     record,
     write_records,
 )
-from roundpipe_lightning.checkpoint.writer import WriteQueue
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.files import find_damage, remove_remains, replaced_file
 

@@ -47,7 +47,7 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.strategy import checks, compat
 from roundpipe_lightning.strategy.hosts import agreement, data, launch
-from roundpipe_lightning.strategy.hosts.shares import BatchShares
+from roundpipe_lightning.strategy.hosts.data import BatchShares
 from roundpipe_lightning.strategy.one_process import OneProcessStrategy
 from roundpipe_lightning.strategy.options import (
     GradientFormat,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.device.events import UpdateAborted
-from roundpipe_lightning.engine.exchange.watch import Watch
+from roundpipe_lightning.engine.exchange.hosts import Watch
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.update import hosts_update
 from roundpipe_lightning.engine.update.hosts_update import JointStep, NormClip

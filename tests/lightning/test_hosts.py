@@ -28,11 +28,11 @@ from torch.utils.data import DataLoader, Sampler
 from roundpipe_lightning import RoundPipeCheckpointIO, RoundPipeStrategy
 from roundpipe_lightning.cli.callbacks import GracefulInterrupt, LastCheckpoint
 from roundpipe_lightning.engine.exchange import exchange
+from roundpipe_lightning.engine.exchange.exchange import write_range
 from roundpipe_lightning.engine.exchange.hosts import Hosts
-from roundpipe_lightning.engine.exchange.ranges import write_range
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, HostError
 from roundpipe_lightning.optim import HostAdamW
-from roundpipe_lightning.strategy.hosts.shares import BatchShares
+from roundpipe_lightning.strategy.hosts.data import BatchShares
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.hosts import run_on_hosts
 from tests.kit.resumption import plain
@@ -399,7 +399,7 @@ def end_at(rank: int, num: int, folder: Path, how: str) -> None:
     )
     data = regression_data(NUM_SAMPLES, batch_size=GLOBAL_BATCH // num)
     try:
-        with mock.patch("roundpipe_lightning.engine.exchange.watch.PATIENCE_SECONDS", 2.0):
+        with mock.patch("roundpipe_lightning.engine.exchange.hosts.PATIENCE_SECONDS", 2.0):
             trainer.fit(Regressor(num_blocks=2), data)
     except HostError:
         if how == "stopped":
@@ -555,7 +555,7 @@ def meet(rank: int, folder: Path, how: str) -> None:
     kill = mock.Mock(side_effect=lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     patience = 1.0 if how == "comes" else 5.0
     with (
-        mock.patch("roundpipe_lightning.engine.exchange.watch.PATIENCE_SECONDS", patience),
+        mock.patch("roundpipe_lightning.engine.exchange.hosts.PATIENCE_SECONDS", patience),
         mock.patch.object(where, name, kill) if rank == 2 else contextlib.nullcontext(),
     ):
         seconds = 1.0 if how == "waits" else 60.0

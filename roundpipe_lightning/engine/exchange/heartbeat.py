@@ -1,6 +1,6 @@
 """Tells other hosts that this one lives, and hears it of them: a process beside each host's.
 
-It is a program of its own (`watch.py` starts it) that imports nothing but the standard library. A
+It is a program of its own (`hosts.py` starts it) that imports nothing but the standard library. A
 thread could not do it: where Python's lock is held for long, it would be silent, and a process that
 is stopped (SIGSTOP) could not be told from one that computes.
 

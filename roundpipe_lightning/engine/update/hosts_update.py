@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from roundpipe_lightning.engine.exchange.exchange import Exchange, Given, Sums
-from roundpipe_lightning.engine.exchange.ranges import Piece
+from roundpipe_lightning.engine.exchange.exchange import Exchange, Given, Piece, Sums
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import add_to_grad
 from roundpipe_lightning.engine.update.partial_step import CapturedStep

@@ -1,19 +1,145 @@
-"""What each host gets of the data: batches whose indices all hosts draw alike."""
+"""What each host gets of the data: its share of batches whose indices all hosts draw alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
+from statistics import median
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.models.batches import batch_size_of
 from roundpipe_lightning.planning.cost.predict import split_samples
-from roundpipe_lightning.strategy.hosts.shares import BatchShares
+from roundpipe_lightning.planning.report.step_record import StepRecord
+from roundpipe_lightning.strategy.options import Options
+
+_ALIKE = 1.1
+"""Hosts get as much of a batch if none is faster by this factor: measured speeds vary."""
+
+_FIRST, _LAST = 4, 10
+"""Batches that are measured, counted from 1; those before warm up, or run other plans."""
+
+
+class BatchShares:
+    """Every host's share of each batch; the same on all hosts.
+
+    With `host_share="measured"` the first batches of a training are shared by the devices' speed,
+    then by what each host has needed for its part of them. Batches that loaders have asked for
+    already stay as they are, so the change comes with the same batch on all hosts:
+
+    ```
+    trained on      1 2 3 4 5 6 7 8 9 10
+    asked for       1 2 3 4 5 6 7 8 9 10 11 12     measured: all say how far they are
+    shares          of devices ──────────────▶│ measured, from 13 on
+    ```
+
+    Args:
+        hosts: All hosts.
+        options: Of this one.
+        speed: Returns the speed of this host's devices.
+        epoch: Returns the number of the epoch.
+
+    Raises:
+        ConfigurationError: Some hosts name their share, others do not.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        options: Options,
+        *,
+        speed: Callable[[], float],
+        epoch: Callable[[], int],
+    ) -> None:
+        self._hosts, self._epoch = hosts, epoch
+        self._rows, self._rates = deque[int](), list[float]()
+        given = options.host_share
+        self._is_to_measure = self._measures = given == "measured"
+        self.num_drawn = 0
+        """Global batches that loaders of this host have asked for in this epoch."""
+        named = isinstance(given, (int, float))
+        told = hosts.control.objects((given if not named else "", given if named else speed()))
+        if len({word for word, _ in told}) > 1:
+            raise ConfigurationError(
+                "host_share is a number on some hosts, on others it is 'auto' or 'measured': set "
+                "the same on all hosts, or a number on each."
+            )
+        shares = _shares_of([float(number) for _, number in told], alike=1.0 if named else _ALIKE)
+        self._state: dict[str, Any] = {"before": shares, "shares": shares, "start": 0, "epoch": 0}
+        self._tell()
+
+    def of(self, number: int) -> Sequence[float]:
+        """Return the shares of a batch of this epoch, by rank."""
+        changes_later = self._state["epoch"] == self._epoch() and number < self._state["start"]
+        found: Sequence[float] = self._state["before" if changes_later else "shares"]
+        return found
+
+    def state(self) -> Mapping[str, Any] | None:
+        """Return what `load` takes; None: nothing was measured."""
+        return self._state if self._measures and not self._is_to_measure else None
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Go on with the shares of a checkpoint, if it has some of as many hosts."""
+        if self._is_to_measure and state is not None and len(state["shares"]) == self._hosts.num:
+            self._state, self._is_to_measure = dict(state), False
+            self._tell()
+
+    def batch_begins(self, batch: Any) -> None:
+        """Begin to measure a batch of this host; BatchError: nothing shows how large it is."""
+        if self._is_to_measure:
+            self._rows.append(batch_size_of(batch))
+
+    def step_ended(self, record: StepRecord) -> None:
+        """Take the time of a batch: of the busiest worker, without what it waits for."""
+        if not self._rows:
+            return
+        busy = [sum(entry.busy_seconds for entry in row) for row in record.timeline.rows()]
+        self._rates.append(self._rows.popleft() / max(*busy, 1e-9))
+
+    def measure(self, synchronize: Callable[[], None]) -> None:
+        """Share by measured speed, if that is done after the present batch.
+
+        Args:
+            synchronize: Waits for its end.
+        """
+        if not self._is_to_measure or len(self._rates) + len(self._rows) < _LAST:
+            return
+        synchronize()
+        self._rows.clear()
+        told = self._hosts.control.objects((self.rate(), self.num_drawn))
+        shares = _shares_of([rate for rate, _ in told], alike=_ALIKE)
+        self._state = {
+            "before": self._state["shares"],
+            "shares": shares,
+            "start": max(drawn for _, drawn in told),
+            "epoch": self._epoch(),
+        }
+        self._is_to_measure = False
+        rates = ", ".join(f"{rate:.4g}" for rate, _ in told)
+        rank_zero_info(f"roundpipe: hosts compute {rates} samples/s.")
+        self._tell()
+
+    def rate(self) -> float:
+        """Return the samples that this host computes in a second."""
+        return median(self._rates[_FIRST - 1 :])
+
+    def _tell(self) -> None:
+        if len(set(self._state["shares"])) > 1:
+            texts = ", ".join(f"{share:.1%}" for share in self._state["shares"])
+            rank_zero_info(f"roundpipe: hosts get {texts} of each batch (host_share).")
+
+
+def _shares_of(numbers: Sequence[float], *, alike: float) -> Sequence[float]:
+    if max(numbers) < alike * min(numbers):
+        numbers = [1.0] * len(numbers)
+    return [number / sum(numbers) for number in numbers]
 
 
 class HostBatches:

@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from roundpipe_lightning.engine.exchange import watch
+from roundpipe_lightning.engine.exchange import hosts
 from roundpipe_lightning.engine.exchange.hosts import Hosts, WatchedGroup, lost_error
 from roundpipe_lightning.errors import ConfigurationError, HostError
 
@@ -105,7 +105,7 @@ def connect(
     known = world.hosts if isinstance(world, WatchedGroup) else None
     if known is None:
         main = (environment.main_address, environment.main_port)
-        mine = watch.Watch(rank, main=main)
+        mine = hosts.Watch(rank, main=main)
         meeting = Meeting(mine, rank, num_nodes, main=main, timeout_seconds=timeout_seconds)
         try:
             known = meeting.hold()
@@ -129,7 +129,7 @@ class Meeting:
 
     def __init__(
         self,
-        mine: watch.Watch,
+        mine: hosts.Watch,
         rank: int,
         num_nodes: int,
         *,
@@ -152,7 +152,7 @@ class Meeting:
         Thread(target=self._run, args=(met,), name="roundpipe-meeting", daemon=True).start()
         while not wait([met], _POLL_SECONDS).done:
             lost, answered = self._watch.look(0), self._answered
-            if answered is not None and time.monotonic() - answered > watch.PATIENCE_SECONDS:
+            if answered is not None and time.monotonic() - answered > hosts.PATIENCE_SECONDS:
                 lost = (0, "or the link to it is down")
             if lost is not None:
                 raise lost_error(self._rank, lost[0], where=_AT_THE_START, why=f"it {lost[1]}")
@@ -218,8 +218,8 @@ class Meeting:
                     value = store.get(f"lives/{host}")
                     if value != lives.get(host, (b"", now))[0]:
                         lives[host] = (value, now)
-                    if now - lives[host][1] > watch.PATIENCE_SECONDS:
-                        why = f"it came, and is not heard since {watch.PATIENCE_SECONDS:g} s"
+                    if now - lives[host][1] > hosts.PATIENCE_SECONDS:
+                        why = f"it came, and is not heard since {hosts.PATIENCE_SECONDS:g} s"
                         raise lost_error(self._rank, host, where=_AT_THE_START, why=why)
                 if now - begun > self._timeout.total_seconds():
                     missing = ", ".join(str(n) for n in range(self._num) if n not in said)
