@@ -38,7 +38,7 @@ EXIT_INTERRUPTED = 130
 _CHOICES = ("recipe", "experiment")
 """Groups whose files choose in other groups."""
 
-_MODULES = {"plan": "plan.command", "export": "checkpoints.export"}
+_MODULES = {"plan": "plan.command", "export": "checkpoints"}
 
 _HELP = {
     "train": """\
@@ -171,7 +171,7 @@ def chat(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
     options = parser.parse_args(arguments)
-    status: int = _module("checkpoints.chat").talk(options)
+    status: int = _module("checkpoints").talk(options)
     return status
 
 
@@ -191,8 +191,15 @@ def merge(arguments: Sequence[str] | None = None) -> int:
         help="also read objects other than tensors, numbers and text: reading them may run code",
     )
     options = parser.parse_args(arguments)
-    status: int = _module("checkpoints.merge").merge(options)
-    return status
+    from roundpipe_lightning.checkpoint.io import merge_checkpoint
+    from roundpipe_lightning.errors import CheckpointError
+
+    try:
+        merge_checkpoint(options.folder, options.file, weights_only=not options.trust)
+    except CheckpointError as error:
+        sys.stderr.write(f"Error: {error}\n")
+        return EXIT_BAD_INPUT
+    return 0
 
 
 def _module(name: str) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 _FORK = multiprocessing.get_context("fork")
 _SMALL = "data.batch_size=2 data.seq_len=128 trainer.max_steps=2 scheduler.num_warmup_steps=0"
 _SMALL += " trainer.val_check_interval=null"
-_PROGRAMS = ("train", "plan.command", "data", "checkpoints.export", "checkpoints.chat")
+_PROGRAMS = ("train", "plan.command", "data", "export", "chat")
 
 # Commands, each with words of what it prints. Those of training and data also take `_SMALL`.
 WORKS = {
@@ -79,7 +79,7 @@ def write_files(folder: Path) -> None:
     """Write the files that the cases read."""
     from pyarrow import Table, parquet
 
-    from roundpipe_lightning.modules.tokenizer import byte_level_tokenizer
+    from roundpipe_lightning.modules.source import byte_level_tokenizer
 
     def chat(question: str, answer: Any, role: str = "user") -> dict[str, Any]:
         said = [{"role": role, "content": question}, {"role": "assistant", "content": answer}]

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from roundpipe_lightning.cli.job import Job
+from roundpipe_lightning.cli.job import Job, MetaModel
 from roundpipe_lightning.errors import RoundPipeError
-from roundpipe_lightning.modules.meta_model import MetaModel
 from roundpipe_lightning.planning.model.hardware import config_folder
 from roundpipe_lightning.planning.search.fit import fit_training
 from roundpipe_lightning.planning.search.partition import QUICK

@@ -3,9 +3,7 @@
 from roundpipe_lightning.callbacks.export import ExportPretrained
 from roundpipe_lightning.callbacks.live import LiveView
 from roundpipe_lightning.callbacks.monitor import PipelineMonitor
-from roundpipe_lightning.callbacks.plan_report import PlanReport
-from roundpipe_lightning.callbacks.report import RunReport
-from roundpipe_lightning.callbacks.timeline import PipelineTimeline
+from roundpipe_lightning.callbacks.pictures import PipelineTimeline, PlanReport, RunReport
 
 __all__ = [
     "ExportPretrained",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +31,23 @@ class ExportPretrained(Callback):
         dirpath: Where to; None is `export` in the logger's folder, or in the Trainer's default one.
         every_n_steps: Also after every so many optimizer steps; None: at the end of training only.
         model: Dotted name of the model in the LightningModule; None finds it.
-        dtype: `"auto"` keeps that of every parameter; `"fp32"`, `"bf16"` or `"fp16"`.
-        merge: Whether adapters are merged into their base, which is then exported whole.
-        overwrite: Whether a folder that holds anything but an earlier export may be replaced.
-        max_shard_bytes: Largest size of a safetensors file.
-        original_layout: Whether fused parameters are taken apart as published checkpoints have
-            them.
         tokenizer: A tokenizer, its folder or its hub name; None takes that of the data module, or
             of the folder the model was loaded from, if they have one.
+        options: The other fields of `ExportOptions`: `dtype`, `merge`, `overwrite`,
+            `max_shard_bytes` and `original_layout`.
 
     Raises:
         ConfigurationError: A setting cannot work.
     """
 
-    def __init__(  # noqa: PLR0913 - all keyword-only, each a setting of its own
+    def __init__(
         self,
         dirpath: str | Path | None = None,
         *,
         every_n_steps: int | None = None,
         model: str | None = None,
-        dtype: str = "auto",
-        merge: bool = False,
-        overwrite: bool = False,
-        max_shard_bytes: int = 5_000_000_000,
-        original_layout: bool = True,
         tokenizer: Any = None,
+        **options: Any,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ConfigurationError(
@@ -64,14 +57,7 @@ class ExportPretrained(Callback):
         self._every_n_steps = every_n_steps
         self._model = model
         self._tokenizer = tokenizer
-        self._settings: dict[str, Any] = {
-            "dtype": dtype,
-            "merge": merge,
-            "overwrite": overwrite,
-            "max_shard_bytes": max_shard_bytes,
-            "original_layout": original_layout,
-        }
-        ExportOptions(**self._settings)
+        self._options = ExportOptions(**options)
         self._last_step: int | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,7 +68,7 @@ class ExportPretrained(Callback):
             CheckpointError: The folder holds something else than an export.
         """
         find_pretrained(pl_module, self._model)
-        check_replaceable(self.folder(trainer), overwrite=self._settings["overwrite"])
+        check_replaceable(self.folder(trainer), overwrite=self._options.overwrite)
         self._last_step = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -108,7 +94,7 @@ class ExportPretrained(Callback):
         folder = export_pretrained(
             find_pretrained(pl_module, self._model),
             self.folder(trainer),
-            options=ExportOptions(**self._settings, tokenizer=tokenizer),
+            options=replace(self._options, tokenizer=tokenizer),
         )
         self._last_step = trainer.global_step
         log.info("Exported step %d to %s", trainer.global_step, folder)

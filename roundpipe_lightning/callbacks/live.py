@@ -17,8 +17,12 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
-from roundpipe_lightning.callbacks.listening import CollectsLosses, Listening
-from roundpipe_lightning.callbacks.monitor import PipelineMonitor, peak_host_bytes
+from roundpipe_lightning.callbacks.monitor import (
+    CollectsLosses,
+    Listening,
+    PipelineMonitor,
+    peak_host_bytes,
+)
 from roundpipe_lightning.planning.report.description import size_text
 from roundpipe_lightning.planning.report.step_record import WorkerState
 from roundpipe_lightning.strategy.planning.inputs import PlanEvent

@@ -17,7 +17,6 @@ from roundpipe_lightning.errors import ConfigurationError
 
 
 def run(config: DictConfig) -> int | None:
-    """Show the data of a configuration, or return an exit status."""
     return run_explained(show, config)
 
 
@@ -74,7 +73,6 @@ def marked(sample: Sample, tokenizer: Any, *, most: int) -> Text:
 
 
 def _runs(sample: Sample) -> Iterator[tuple[bool, list[int]]]:
-    """Runs of tokens that are learned, or are not."""
     run: list[int] = []
     was_learned = False
     for token, label in zip(sample.input_ids.tolist(), sample.labels.tolist(), strict=True):

@@ -20,8 +20,7 @@ from torch import nn
 
 from roundpipe_commands import explain, name_machines
 from roundpipe_lightning.callbacks import PlanReport
-from roundpipe_lightning.cli.checkpoints.model_card import write_card
-from roundpipe_lightning.cli.summary import summary_rows, trained_row
+from roundpipe_lightning.cli.summary import summary_rows, trained_row, write_card
 from roundpipe_lightning.cli.train import run_training
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
@@ -42,12 +41,8 @@ _OBJECTIVES = {
 """Groups of the configuration that an objective stands for."""
 
 _COMPARING = ("dpo", "orpo", "kto")
-
-
-def _learning_rate(method: str, objective: str) -> float:
-    if objective in _COMPARING:
-        return 5e-7 if method == "full" else 5e-6
-    return 1e-5 if method == "full" else 2e-4
+_RATES = {True: (1e-5, 5e-7), False: (2e-4, 5e-6)}
+"""The learning rate and that of `_COMPARING`, of all weights or of adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +138,7 @@ def finetune(  # noqa: PLR0913 - all but two are keyword-only, each a setting of
         "data.files": _files(data, run),
         "data.seq_len": seq_len,
         "data.batch_size": batch_size,
-        "optimizer.lr": learning_rate or _learning_rate(method, objective),
+        "optimizer.lr": learning_rate or _RATES[method == "full"][objective in _COMPARING],
         "trainer.max_epochs": epochs,
         "trainer.max_steps": -1,
     }
@@ -154,7 +149,11 @@ def finetune(  # noqa: PLR0913 - all but two are keyword-only, each a setting of
     if tokenizer is not None:
         settings["data.tokenizer.name"] = _saved(tokenizer, run / "tokenizer")
     elif isinstance(model, nn.Module):
-        settings["data.tokenizer.name"] = getattr(model, "name_or_path", None) or _no_tokenizer()
+        settings["data.tokenizer.name"] = getattr(model, "name_or_path", None)
+        if not settings["data.tokenizer.name"]:
+            raise ConfigurationError(
+                "tokenizer: the model names none. Give one, its folder or its name."
+            )
     words = [
         f"model={chosen or 'hub'}",
         f"peft={'none' if method == 'full' else method}",
@@ -231,7 +230,3 @@ def _saved(given: Any, folder: Path) -> str:
         return str(given)
     given.save_pretrained(folder)
     return str(folder)
-
-
-def _no_tokenizer() -> str:
-    raise ConfigurationError("tokenizer: the model names none. Give one, its folder or its name.")

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -23,7 +23,9 @@ from hydra.utils import get_object
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from roundpipe_lightning.cli.objects import (
     build,
@@ -32,22 +34,27 @@ from roundpipe_lightning.cli.objects import (
     read_hardware,
     size_of,
 )
+from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.base import CpuDevice
+from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.errors import (
     BatchError,
     ConfigurationError,
     HardwareError,
 )
 from roundpipe_lightning.models.blocks import find_stacks
+from roundpipe_lightning.models.losses.lazy_logits import LossFusion
+from roundpipe_lightning.models.work.work_profile import causal_lm_call, work_profile
 from roundpipe_lightning.modules import ModelSource
-from roundpipe_lightning.modules.meta_model import MetaModel
+from roundpipe_lightning.modules.language import CausalLanguageModule
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, network_rate
-from roundpipe_lightning.planning.model.work import MicrobatchShape
+from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import SUPPORTED_PRECISIONS, RoundPipePrecision
 from roundpipe_lightning.strategy.options import GradientFormat, Options
+from roundpipe_lightning.strategy.planning.dry_run import SilentMetric
 from roundpipe_lightning.strategy.planning.inputs import StepWork, find_machine, storage_of
 from roundpipe_lightning.strategy.planning.planner import StepPlanner
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
@@ -228,7 +235,6 @@ class Job:
 
     @property
     def precision(self) -> RoundPipePrecision:
-        """How numbers are kept and computed with."""
         if self.strategy is None:
             name = self.config.trainer.get("precision")
             return RoundPipePrecision(name if name in SUPPORTED_PRECISIONS else "32-true")
@@ -236,23 +242,19 @@ class Job:
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a sequence."""
         return whole("data.seq_len", self.config.data.get("seq_len"))
 
     @property
     def batch_size(self) -> int:
-        """Sequences of a batch."""
         return whole("data.batch_size", self.config.data.get("batch_size"))
 
     @property
     def num_nodes(self) -> int:
-        """Hosts."""
         number = self.config.trainer.get("num_nodes", 1)
         return 1 if number == "auto" else whole("trainer.num_nodes", number)  # nobody launched it
 
     @property
     def num_batches(self) -> int:
-        """Batches that are accumulated."""
         name = "accumulate_grad_batches"
         return whole(f"trainer.{name}", self.config.trainer.get(name, 1))
 
@@ -516,3 +518,47 @@ def whole(name: str, value: object, *, least: int = 1) -> int:
     if value < least:
         raise ConfigurationError(f"{name}={value} must be {least} or more.")
     return value
+
+
+@dataclass(kw_only=True, eq=False)
+class MetaModel:
+    """A module on the meta device, and what it does, measured when it is first asked for.
+
+    Attributes:
+        compute_dtype: What autocast computes in; None: what the parameters are.
+        is_fused: Whether losses are computed without whole logits.
+    """
+
+    module: LightningModule
+    stacks: Sequence[BlockStack]
+    compute_dtype: torch.dtype | None
+    is_fused: bool
+
+    @cached_property
+    def work(self) -> WorkProfile:
+        """Work of a microbatch as a function of its shape.
+
+        Raises:
+            ConfigurationError: The model's code cannot be run without values.
+        """
+        metrics = [part for part in self.module.modules() if isinstance(part, Metric)]
+        reads_once = self.is_fused and isinstance(self.module, CausalLanguageModule)
+        return work_profile(
+            self.module,
+            Chain.from_stacks(self.stacks),
+            call=_read_once if reads_once else self._call,
+            compute_dtype=self.compute_dtype,
+            fusion=LossFusion("fused") if self.is_fused and not reads_once else None,
+            settings={"log": lambda *_, **__: None, "_device": torch.device("meta")},
+            replaced=[(metric, SilentMetric()) for metric in metrics],
+        )
+
+    def _call(self, root: Any, sequences: int, seq_len: int) -> Tensor:
+        with torch.device("meta"):
+            loss = loss_of(root.training_step(root.example_batch(sequences, seq_len)))
+        assert loss is not None, "our modules return one"
+        return loss
+
+
+def _read_once(root: Any, sequences: int, seq_len: int) -> Tensor:
+    return causal_lm_call(root.model, sequences, seq_len)

@@ -1,22 +1,28 @@
-"""The figures of a run: `summary.json` for programs, a table to read."""
+"""The figures of a run: for programs, as a table to read, and as a model card."""
 
+import json
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from roundpipe_lightning.callbacks.monitor import PipelineMonitor, peak_host_bytes
-from roundpipe_lightning.callbacks.timeline import PipelineTimeline
+from roundpipe_lightning.callbacks.pictures import PipelineTimeline
 from roundpipe_lightning.cli.build import Run
+from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.files import write_text
 from roundpipe_lightning.models.quantized import encodings_of
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule
 from roundpipe_lightning.planning.report.description import count_text, size_text
 from roundpipe_lightning.planning.report.step_record import IdleCause
+from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 
@@ -131,16 +137,110 @@ def trained_row(module: nn.Module) -> list[tuple[str, str]]:
     if not isinstance(adapters, Adapters):
         return []
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    total = _num_parameters(module)
+    total = sum(p.numel() for p in module.parameters())
+    for layer in module.modules():  # a quantised weight counts as what it stands for
+        for name, encoding in encodings_of(layer).items():
+            packed = (getattr(layer, f"{name}_{part}") for part in ("codes", "scales"))
+            total += encoding.shape.numel() - sum(tensor.numel() for tensor in packed)
     share = f"{trained / total:.2%}" if total else "nothing to train"
     return [("Trained (peft)", f"{adapters.method}: {trained:,} of {total:,} parameters ({share})")]
 
 
-def _num_parameters(module: nn.Module) -> int:
-    """All parameters; a quantised weight counts as what it stands for."""
-    total = sum(p.numel() for p in module.parameters())
-    for layer in module.modules():
-        for name, encoding in encodings_of(layer).items():
-            packed = (getattr(layer, f"{name}_{part}") for part in ("codes", "scales"))
-            total += encoding.shape.numel() - sum(tensor.numel() for tensor in packed)
-    return total
+_SERVE_MODEL = """\
+```bash
+vllm serve {folder}
+
+python llama.cpp/convert_hf_to_gguf.py {folder} --outfile model.gguf --outtype q8_0
+llama-server -m model.gguf
+
+echo 'FROM ./model.gguf' > Modelfile
+ollama create {name} -f Modelfile && ollama run {name}
+```"""
+
+_SERVE_ADAPTER = """\
+```bash
+vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={folder}
+
+hf download {base} --local-dir base
+python llama.cpp/convert_hf_to_gguf.py base --outfile base.gguf --outtype q8_0
+python llama.cpp/convert_lora_to_gguf.py {folder} --base base --outfile adapter.gguf
+llama-server -m base.gguf --lora adapter.gguf
+
+printf 'FROM ./base.gguf\\nADAPTER ./adapter.gguf\\n' > Modelfile
+ollama create {name} -f Modelfile && ollama run {name}
+```
+
+`roundpipe-export merge=true` merges the adapter into its base, which needs no base beside it."""
+
+
+def write_card(folder: Path, run: Path, *, name: str | None = None) -> None:
+    """Write `README.md` into an exported folder, from the files of the run.
+
+    Paths of this machine are left out, since the folder is made to be published.
+
+    Args:
+        folder: The export.
+        run: The run's folder, with `config.yaml`; `summary.json` and `plan.json` where they are.
+        name: Of the model on the hub; None: the folder.
+    """
+    config: Any = OmegaConf.load(run / "config.yaml")
+    summary = run / "summary.json"
+    figures = summary_rows(json.loads(summary.read_bytes()), unit="") if summary.exists() else []
+    adapter = folder / "adapter_config.json"
+    settings = json.loads(adapter.read_text("utf-8")) if adapter.is_file() else None
+    base = _public(config.model.get("hub_name"))
+    header = {"library_name": "transformers" if settings is None else "peft"}
+    if base and "/" in base:
+        header["base_model"] = base
+    if not config.module["_target_"].endswith(("ClassificationModule", "RewardModule")):
+        header["pipeline_tag"] = "text-generation"
+    serve = _SERVE_MODEL if settings is None else _SERVE_ADAPTER
+    files = config.data.get("files") or ()
+    names = [_public(str(file)) or "" for file in ([files] if isinstance(files, str) else files)]
+    title = (name or folder.resolve().name).rpartition("/")[2]
+    rows = [
+        ("Base", base or "random weights"),
+        ("Learned", config.module["_target_"].rpartition(".")[2]),
+        ("Data", ", ".join(names) or config.data["_target_"]),
+        *figures,
+        *(
+            (key, str(OmegaConf.select(config, key)))
+            for key in ("data.seq_len", "data.batch_size", "optimizer.lr", "trainer.precision")
+        ),
+    ]
+    lines = [
+        "---",
+        *(f"{key}: {value}" for key, value in header.items()),
+        "tags: [roundpipe_lightning]",
+        "---",
+        f"# {title}",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {key} | {value} |" for key, value in rows),
+        *_plan(run / "plan.json"),
+        "",
+        "## Serve it",
+        "",
+        serve.format(
+            folder=name or ".",
+            name=title,
+            base=base or "BASE",
+            rank=max(8, (settings or {}).get("r") or 8),
+        ),
+    ]
+    write_text(folder / "README.md", "\n".join(lines) + "\n")
+
+
+def _plan(path: Path) -> list[str]:
+    try:
+        plan = Plan.load(path)
+    except PlanError:  # the run was not one of round-robin workers, or of another version
+        return []
+    text = f"{plan.partition}, {plan.num_microbatches} microbatches, {plan.num_workers} workers"
+    return ["", "## The plan it was trained by", "", f"```text\n{text}\n```"]
+
+
+def _public(name: str | None) -> str | None:
+    """A hub name as it is; of a path of this machine the last part."""
+    return name if name is None or not Path(name).exists() else Path(name).name

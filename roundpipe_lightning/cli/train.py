@@ -13,13 +13,18 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_lightning.callbacks import ExportPretrained
-from roundpipe_lightning.cli.build import Run, build_run, exists, log_settings
+from roundpipe_lightning.cli.build import (
+    Run,
+    build_run,
+    exists,
+    for_hosts,
+    log_settings,
+    tell_settings,
+)
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
-from roundpipe_lightning.cli.checkpoints.model_card import write_card
-from roundpipe_lightning.cli.hosts import for_hosts, tell_settings
 from roundpipe_lightning.cli.job import whole
 from roundpipe_lightning.cli.objects import run_explained
-from roundpipe_lightning.cli.summary import print_summary, summarize
+from roundpipe_lightning.cli.summary import print_summary, summarize, write_card
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 

@@ -1,11 +1,9 @@
 """Data modules of `train.py`. Nothing is downloaded, and nothing is read at import."""
 
 from roundpipe_lightning.data.bytes import ByteDataModule, TextFolder
-from roundpipe_lightning.data.chat import ChatDataModule
-from roundpipe_lightning.data.classification import ClassificationDataModule
-from roundpipe_lightning.data.preference import JudgedDataModule, PreferenceDataModule
+from roundpipe_lightning.data.chat import ChatDataModule, JudgedDataModule, PreferenceDataModule
 from roundpipe_lightning.data.records import DatasetRecords, Record, RecordFiles
-from roundpipe_lightning.data.text import TextDataModule
+from roundpipe_lightning.data.text import ClassificationDataModule, TextDataModule
 from roundpipe_lightning.data.token_data import FileDataModule, FileOptions
 from roundpipe_lightning.data.vision import VisionDataModule
 

@@ -332,7 +332,6 @@ def _share_gpt(record: Record) -> Content:
 
 
 def _turns(turns: Any, record: Record) -> list[Message]:
-    """ShareGPT's turns as messages."""
     messages: list[Message] = []
     for number, turn in enumerate(turns, start=1):
         speaker = turn.get("from") if isinstance(turn, Mapping) else None

@@ -240,7 +240,6 @@ def _files(path: str) -> list[str]:
 
 
 def _open(path: Path, **options: Any) -> Any:
-    """A file, decompressed."""
     return fsspec.open(str(path), compression="infer", **options)
 
 

@@ -25,8 +25,15 @@ from roundpipe_lightning.data.records import (
     is_in_share,
     passes,
 )
-from roundpipe_lightning.data.samples import IGNORED, Padding, Row, Sample, TooLong
-from roundpipe_lightning.data.stream import RowStream, StreamLoader
+from roundpipe_lightning.data.samples import (
+    IGNORED,
+    Padding,
+    Row,
+    RowStream,
+    Sample,
+    StreamLoader,
+    TooLong,
+)
 from roundpipe_lightning.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)
@@ -127,12 +134,10 @@ class TokenDataModule(LightningDataModule):
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a row at most."""
         return self.options.seq_len
 
     @property
     def batch_size(self) -> int:
-        """Rows of a batch."""
         return self.options.batch_size
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -230,14 +235,12 @@ class FileDataModule(TokenDataModule):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer, loaded when it is first asked for."""
         if self._tokenizer is None:
             self._tokenizer = self.tokenizer_source.load()
         return self._tokenizer
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer in messages."""
         return repr(self.tokenizer_source.name or "bytes")
 
     @property
@@ -369,7 +372,6 @@ class FileDataModule(TokenDataModule):
 
 
 def as_source(files: Files) -> RecordSource:
-    """The records of paths, or of what has records already."""
     return RecordFiles(paths=files) if isinstance(files, (Sequence, Mapping)) else files
 
 

@@ -68,7 +68,6 @@ class VisionDataModule(FileDataModule):
 
     @cached_property
     def processor(self) -> Any:
-        """The processor, loaded when it is first asked for."""
         return self.tokenizer_source.load_processor()
 
     @property
@@ -82,7 +81,6 @@ class VisionDataModule(FileDataModule):
 
     @override
     def encode(self, record: Record) -> list[SeenSample]:
-        """A conversation as tokens."""
         content = self.content(record)
         options = {"tools": content.tools} if content.tools else {}
         folder = Path(record.part).parent

@@ -1,13 +1,14 @@
 """Modules of `train.py`: LightningModules without a line about pipelines."""
 
 from roundpipe_lightning.modules.adapters import Adapters
-from roundpipe_lightning.modules.base import TransformersModule
-from roundpipe_lightning.modules.causal_lm import (
+from roundpipe_lightning.modules.language import (
     CausalLanguageModule,
+    ClassBatch,
+    SequenceClassificationModule,
     TokenBatch,
+    TransformersModule,
     VisionLanguageModule,
 )
-from roundpipe_lightning.modules.classification import ClassBatch, SequenceClassificationModule
 from roundpipe_lightning.modules.preference import (
     DirectPreferenceModule,
     JudgedBatch,
@@ -17,8 +18,8 @@ from roundpipe_lightning.modules.preference import (
     PreferenceBatch,
     RewardModule,
 )
-from roundpipe_lightning.modules.source import ModelSource
-from roundpipe_lightning.modules.tokenizer import (
+from roundpipe_lightning.modules.source import (
+    ModelSource,
     ProcessorSource,
     TokenizerSource,
     byte_level_tokenizer,

@@ -92,7 +92,6 @@ class Adapters:
 
 
 def saved_adapters(folder: str) -> Adapters:
-    """The adapters that are saved in a folder."""
     import peft
 
     return Adapters(config=peft.PeftConfig.from_pretrained(folder), adapter=folder)

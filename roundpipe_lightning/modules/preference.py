@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules.adapters import Adapters
-from roundpipe_lightning.modules.base import TransformersModule
+from roundpipe_lightning.modules.language import TransformersModule
 from roundpipe_lightning.modules.source import Head, ModelSource
 
 _REFERENCE = "reference."
@@ -73,7 +73,6 @@ class PairModule(TransformersModule):
         raise NotImplementedError
 
     def loss(self, scores: Tensor) -> Tensor:
-        """The loss of a batch, a scalar in nats per pair."""
         return preference_loss(scores[:, 0] - scores[:, 1])
 
     def figures(self, batch: Any) -> dict[str, Tensor]:
@@ -82,24 +81,12 @@ class PairModule(TransformersModule):
         margins = scores[:, 0] - scores[:, 1]
         return {"loss": self.loss(scores), **_of_margins(margins)}
 
-    def training_step(self, batch: Any) -> Tensor:
-        """Loss of one batch, logged as `train_loss` beside margin and accuracy."""
-        return self._logged("train", batch, on_step=True, on_epoch=False)
-
-    def validation_step(self, batch: Any) -> None:
-        """Log `val_loss`, `val_margin` and `val_accuracy`, averaged over the pairs of the epoch."""
-        self._logged("val", batch, on_step=False, on_epoch=True)
-
-    def test_step(self, batch: Any) -> None:
-        """Log `test_loss`, `test_margin` and `test_accuracy`."""
-        self._logged("test", batch, on_step=False, on_epoch=True)
-
     def predict_step(self, batch: Any) -> Tensor:
-        """Scores, as `forward` gives them."""
         scores: Tensor = self(batch)
         return scores
 
-    def _logged(self, stage: str, batch: Any, **when: Any) -> Tensor:
+    @override
+    def logged(self, stage: str, batch: Any, **when: Any) -> Tensor:
         figures, size = self.figures(batch), len(batch["input_ids"])
         for name, value in figures.items():
             shown = name in ("loss", "accuracy")

@@ -2,55 +2,52 @@
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
+    AutoProcessor,
+    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
+from typing_extensions import override
 
-from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
+from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
 from roundpipe_lightning.models.hub import unreadable
 from roundpipe_lightning.models.load import LoadOptions, load_pretrained
 from roundpipe_lightning.models.quantized import quantize_frozen
 from roundpipe_lightning.models.weight_files import check_can_map, check_has_weights
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-_WEIGHTS = ("auto", "random", "pretrained")
-_FROZEN_WEIGHTS = ("memory", "mmap")
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "weights": ("auto", "random", "pretrained"),
+    "frozen_weights": ("memory", "mmap"),
+    "frozen_bits": (16, 8, 4),
+    "dtype": ("auto", "float32", "bfloat16", "float16", "float64", None),
+}
 
 
 class Head(str, enum.Enum):
-    """Head on top of the blocks: it chooses one of transformers' automatic classes."""
+    """Head on top of the blocks: which of transformers' automatic classes makes the model."""
 
-    CAUSAL_LM = "causal_lm"
-    """The next token: `AutoModelForCausalLM`."""
-
-    SEQUENCE_CLASSIFICATION = "sequence_classification"
-    """A class for the whole sequence: `AutoModelForSequenceClassification`."""
-
-    IMAGE_TEXT_TO_TEXT = "image_text_to_text"
-    """The next token, after images and text: `AutoModelForImageTextToText`."""
+    CAUSAL_LM = "AutoModelForCausalLM"
+    SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
+    IMAGE_TEXT_TO_TEXT = "AutoModelForImageTextToText"
 
     @property
     def auto_class(self) -> Any:
-        if self is Head.SEQUENCE_CLASSIFICATION:
-            return AutoModelForSequenceClassification
-        if self is Head.IMAGE_TEXT_TO_TEXT:
-            return AutoModelForImageTextToText
-        return AutoModelForCausalLM
+        return getattr(transformers, self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,28 +108,15 @@ class ModelSource:
     config_changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.weights not in _WEIGHTS:
-            raise ConfigurationError(
-                f"model.weights={self.weights!r} is not one of {', '.join(_WEIGHTS)}. 'random' "
-                "draws new weights, 'pretrained' loads those of model.hub_name."
-            )
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                words = ", ".join("null" if each is None else str(each) for each in known)
+                raise ConfigurationError(f"model.{name}={value!r} is not one of {words}.")
         if self.is_pretrained and self.hub_name is None:
             raise ConfigurationError(
                 "model.weights=pretrained needs model.hub_name: a name on the Hugging Face hub or "
                 "a local folder. This model has neither; use model.weights=random."
-            )
-        if self.frozen_weights not in _FROZEN_WEIGHTS:
-            raise ConfigurationError(
-                f"model.frozen_weights={self.frozen_weights!r} is not one of "
-                f"{', '.join(_FROZEN_WEIGHTS)}."
-            )
-        if self.frozen_bits not in (16, 8, 4):
-            raise ConfigurationError(
-                f"model.frozen_bits={self.frozen_bits} is not one of 16, 8, 4."
-            )
-        if self.dtype not in (None, "auto", *_DTYPES):
-            raise ConfigurationError(
-                f"model.dtype={self.dtype!r} is not one of auto, {', '.join(_DTYPES)}, or null."
             )
 
     @property
@@ -168,7 +152,6 @@ class ModelSource:
             ) from error
 
     def _published_config(self) -> PreTrainedConfig:
-        """The configuration that is published with the weights."""
         assert self.hub_name is not None
         with _explained(self.hub_name):
             self._check_remote_code()
@@ -314,4 +297,164 @@ def _explained(hub_name: str) -> Iterator[None]:
                 "point HF_HOME to it here, with HF_HUB_OFFLINE=1. For trials of a training "
                 "model.weights=random needs no hub."
             ),
+        ) from error
+
+
+_SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+NUM_BYTE_TOKENS = 256 + len(_SPECIAL)
+"""Tokens of the byte tokenizer that has learned no longer pieces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSource:
+    """Source of a tokenizer; nothing is read until `load`.
+
+    Attributes:
+        name: Name on the Hugging Face hub or a local folder with `tokenizer.json`; None: one token
+            for each byte, with a pad token and a chat template, which needs no file.
+        revision: Branch, tag or commit on the hub; None: the newest.
+        chat_template: File with a Jinja template that takes the place of the tokenizer's own.
+        pad_token: A token of the vocabulary to pad with, for tokenizers that have none.
+        trust_remote_code: Whether Python code that comes with it may run.
+    """
+
+    name: str | None = None
+    revision: str | None = None
+    chat_template: str | None = None
+    pad_token: str | None = None
+    trust_remote_code: bool = False
+
+    def load(self) -> Any:
+        """The tokenizer.
+
+        Raises:
+            ModelSourceError: It cannot be found, or is none.
+            ConfigurationError: The template's file is missing, the pad token is unknown, or it has
+                code of its own that may not run.
+        """
+        if self.name is None:
+            return self._completed(byte_level_tokenizer())
+        return self._completed(_pretrained(AutoTokenizer, self))
+
+    def _completed(self, tokenizer: Any) -> Any:
+        if self.chat_template is not None:
+            path = Path(self.chat_template).expanduser()
+            if not path.is_file():
+                raise ConfigurationError(
+                    f"data.tokenizer.chat_template={self.chat_template!r} is not a file (looked in "
+                    f"{Path.cwd()}). Name a file with a Jinja template, or null for the "
+                    "tokenizer's own."
+                )
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
+        if self.pad_token is not None:
+            if self.pad_token not in tokenizer.get_vocab():
+                raise ConfigurationError(
+                    f"data.tokenizer.pad_token={self.pad_token!r} is not in the tokenizer's "
+                    f"vocabulary of {len(tokenizer)} tokens. Its special tokens are "
+                    f"{', '.join(map(repr, tokenizer.all_special_tokens)) or 'none'}."
+                )
+            tokenizer.pad_token = self.pad_token
+        return tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorSource(TokenizerSource):
+    """Source of a processor of transformers: a tokenizer and what prepares images for the model."""
+
+    def load_processor(self) -> Any:
+        """The processor, its tokenizer with the template and the pad token.
+
+        Raises:
+            ModelSourceError: It cannot be found, or the model has none for images.
+            ConfigurationError: As for `load`, or a library is missing.
+        """
+        if self.name is None:
+            raise ConfigurationError(
+                "data=vision needs the processor of a model: set data.tokenizer.name, or model=... "
+                "of the hub or of a folder."
+            )
+        try:
+            processor = _pretrained(AutoProcessor, self)
+        except ImportError as error:  # of its videos, say
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            raise ConfigurationError(
+                f"The processor of {self.name!r} needs a library that is not installed: {lines[0]}"
+            ) from error
+        if not hasattr(processor, "image_processor"):
+            raise ModelSourceError(
+                f"{self.name!r} has no processor for images: choose a vision-language model, such "
+                "as google/gemma-3-4b-it."
+            )
+        self._completed(processor.tokenizer)
+        if self.chat_template is not None:
+            processor.chat_template = processor.tokenizer.chat_template
+        return processor
+
+    @override
+    def load(self) -> Any:
+        return self.load_processor().tokenizer
+
+
+def byte_level_tokenizer(
+    texts: Iterable[str] = (), *, num_tokens: int = NUM_BYTE_TOKENS
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with a pad token and a chat template, learned on the spot.
+
+    Args:
+        texts: What the pieces longer than a byte are learned from.
+        num_tokens: Size of the vocabulary at most; with the least, every byte is a token.
+
+    Returns:
+        A tokenizer for which any text is encodable; `save_pretrained` writes it to a folder.
+
+    Raises:
+        ConfigurationError: There is no room for the bytes and the special tokens.
+    """
+    if num_tokens < NUM_BYTE_TOKENS:
+        raise ConfigurationError(
+            f"num_tokens={num_tokens} has no room for 256 bytes and {len(_SPECIAL)} special "
+            f"tokens: use {NUM_BYTE_TOKENS} or more."
+        )
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=num_tokens,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    pad, _, end = _SPECIAL
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=pad, eos_token=end, chat_template=_TEMPLATE
+    )
+
+
+def _pretrained(kind: Any, source: TokenizerSource) -> Any:
+    name = source.name
+    assert name is not None
+    at = {} if source.revision is None else {"revision": source.revision}
+    try:  # without a word on code of its own, transformers would ask at the keyboard
+        return kind.from_pretrained(name, trust_remote_code=source.trust_remote_code, **at)
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigurationError(
+                f"The tokenizer {name!r} wants to run code of its own. It is refused unless "
+                "model.trust_remote_code=true; read the code first."
+            ) from error
+        raise unreadable(
+            f"The tokenizer {name!r}",
+            name,
+            error,
+            otherwise="Set data.tokenizer.name to a folder that holds tokenizer.json and "
+            "tokenizer_config.json, or to null for bytes.",
         ) from error

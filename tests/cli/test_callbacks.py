@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from roundpipe_lightning import PipelineMonitor, PlanReport
-from roundpipe_lightning.cli.callbacks import GracefulInterrupt, RunStatistics
-from roundpipe_lightning.cli.metrics_file import MetricsFile
+from roundpipe_lightning.cli.callbacks import GracefulInterrupt, MetricsFile, RunStatistics
 from roundpipe_lightning.cli.summary import monitored_rows, summary_rows
 from roundpipe_lightning.modules import CausalLanguageModule
 from tests.kit.runs import SUMMARY_KEYS, run_here

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from roundpipe_lightning import finetune
 from roundpipe_lightning.cli.build import build_run
-from roundpipe_lightning.cli.checkpoints.export import export
+from roundpipe_lightning.cli.checkpoints import export
 from roundpipe_lightning.cli.objects import read_adapters
 from roundpipe_lightning.cli.summary import trained_row
 from roundpipe_lightning.cli.train import train

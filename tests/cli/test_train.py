@@ -16,7 +16,7 @@ from torch.nn import functional
 import roundpipe_commands
 from roundpipe_lightning import Plan
 from roundpipe_lightning.cli.build import build_run, check_batches, find_checkpoint
-from roundpipe_lightning.cli.job import Job
+from roundpipe_lightning.cli.job import Job, MetaModel
 from roundpipe_lightning.cli.plan.answer import cheapest_changes
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.data import ClassificationDataModule
@@ -31,7 +31,6 @@ from roundpipe_lightning.modules import (
     ModelSource,
     SequenceClassificationModule,
 )
-from roundpipe_lightning.modules.meta_model import MetaModel
 from tests.kit.architectures import TINY
 from tests.kit.programs import run_program
 from tests.kit.runs import SMALL, SUMMARY_KEYS, compose_small, files, run_here, summary, train_small
@@ -313,7 +312,7 @@ def test_an_interrupt_within_a_step_saves_nothing(
         calls.append(batch)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return original(self, batch)  # type: ignore[arg-type]
+        return original(self, batch)
 
     monkeypatch.setattr(CausalLanguageModule, "training_step", interrupted)
     config = compose_small(

@@ -9,7 +9,7 @@ from roundpipe_lightning.data import ChatDataModule
 from roundpipe_lightning.data.chat import ConversationEncoder
 from roundpipe_lightning.data.forms import check_messages
 from roundpipe_lightning.errors import ConfigurationError, DataError
-from roundpipe_lightning.modules.tokenizer import TokenizerSource
+from roundpipe_lightning.modules.source import TokenizerSource
 
 MESSAGES = [
     {"role": "system", "content": "be kind"},

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from roundpipe_lightning.data import ChatDataModule, TextDataModule
-from roundpipe_lightning.data.stream import StreamLoader
+from roundpipe_lightning.data.samples import StreamLoader
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, DataError
 from roundpipe_lightning.modules import TokenizerSource
 from tests.kit.training import make_trainer

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from roundpipe_lightning import PipelineMonitor
 from roundpipe_lightning.callbacks import monitor as monitor_module
-from roundpipe_lightning.callbacks.window import MeasuredBatch, Window
+from roundpipe_lightning.callbacks.monitor import MeasuredBatch, Window
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.errors import ConfigurationError

@@ -27,7 +27,7 @@ from roundpipe_lightning import (
     RunReport,
 )
 from roundpipe_lightning.callbacks.live import curve
-from roundpipe_lightning.callbacks.report import loss_svg
+from roundpipe_lightning.callbacks.pictures import loss_svg
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.report.render import write_picture
 from tests.kit.training import Block, Regressor, make_trainer, regression_data

@@ -20,7 +20,7 @@ from roundpipe_lightning.modules import (
     ModelSource,
     SequenceClassificationModule,
 )
-from roundpipe_lightning.modules.causal_lm import as_one_row, check_documents_apart
+from roundpipe_lightning.modules.language import as_one_row, check_documents_apart
 from tests.kit.architectures import TINY
 from tests.kit.training import make_trainer
 

@@ -1,22 +1,30 @@
-"""`roundpipe-export`: a checkpoint as a Hugging Face folder, or as an adapter folder."""
+"""What becomes of a checkpoint: `roundpipe-export` writes it out, `roundpipe-chat` talks to it."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import logging
 import sys
 import warnings
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from hydra import compose, initialize_config_dir
+from lightning.pytorch import LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
+from roundpipe_commands import EXIT_BAD_INPUT
 from roundpipe_lightning.checkpoint.compatibility import check_versions, left_out, load_state
+from roundpipe_lightning.checkpoint.folder import is_checkpoint_folder
 from roundpipe_lightning.checkpoint.io import read_checkpoint
 from roundpipe_lightning.cli.build import find_checkpoint, run_folder
-from roundpipe_lightning.cli.checkpoints.model_card import write_card
 from roundpipe_lightning.cli.objects import build, read_adapters, run_explained
-from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
+from roundpipe_lightning.cli.summary import write_card
+from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
 from roundpipe_lightning.models.export import (
     ExportOptions,
     check_replaceable,
@@ -24,12 +32,15 @@ from roundpipe_lightning.models.export import (
     find_pretrained,
 )
 from roundpipe_lightning.models.hub import make_repository, push_folder
-from roundpipe_lightning.modules import CausalLanguageModule, ModelSource
-from roundpipe_lightning.strategy.strategy import CHECKPOINT_VERSION
+from roundpipe_lightning.models.load_module import draw_buffers
+from roundpipe_lightning.modules import CausalLanguageModule, ModelSource, TokenizerSource
+from roundpipe_lightning.modules.adapters import saved_adapters
+from roundpipe_lightning.modules.chat import ChatModule
+from roundpipe_lightning.planning.model.hardware import config_folder
+from roundpipe_lightning.strategy.strategy import CHECKPOINT_VERSION, RoundPipeStrategy
 
 
 def run(config: DictConfig) -> int:
-    """Write the folder of a configuration, print its path, and return the exit status."""
     result = run_explained(export, config)
     if isinstance(result, int):
         return result
@@ -143,7 +154,7 @@ def _build_module(config: DictConfig, *, has_base: bool | None = None) -> Lightn
     source: ModelSource = build(config.model)
     adapters = None if config.peft is None else read_adapters(config.peft)
     make = CausalLanguageModule if config.module is None else build(config.module)
-    module: LightningModule = make(source, optimizer=_no_optimizer, adapters=adapters)
+    module: LightningModule = make(source, optimizer=torch.optim.SGD, adapters=adapters)
     if has_base is None and not source.is_pretrained:
         raise ConfigurationError(
             "ckpt_path=null exports published weights, and model.weights=random has none. Name a "
@@ -157,5 +168,83 @@ def _build_module(config: DictConfig, *, has_base: bool | None = None) -> Lightn
     return module
 
 
-def _no_optimizer(parameters: Any) -> Any:
-    raise ConfigurationError(f"An export steps no optimizer over {parameters}.")
+_PRECISIONS: dict[str, Any] = {"float32": "32-true", "bfloat16": "bf16-true", "float16": "16-true"}
+
+
+def talk(options: argparse.Namespace) -> int:
+    sampled = {"do_sample": True, "temperature": options.temperature}
+    try:
+        model, source = _load(options.model)
+        if options.chat_template is not None:
+            source = replace(source, chat_template=options.chat_template)
+        module = ChatModule(
+            model,
+            source.load(),
+            write=partial(print, end="", flush=True),
+            system=options.system,
+            max_new_tokens=options.max_new_tokens,
+            **(sampled if options.temperature > 0 else {"do_sample": False}),
+        )
+        logging.disable(logging.INFO)  # what Lightning says of devices and loaders
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="lightning")
+            trainer = Trainer(
+                strategy=RoundPipeStrategy(),
+                devices=1,
+                precision=_PRECISIONS.get(str(model.dtype).removeprefix("torch."), "32-true"),
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+            )
+            trainer.predict(module, module.questions(_ask), return_predictions=False)
+    except RoundPipeError as error:
+        sys.stderr.write(f"Error: {error}\n")
+        return EXIT_BAD_INPUT
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+def _load(name: str) -> tuple[Any, TokenizerSource]:
+    path = Path(name).expanduser()
+    is_run = path.is_file() or is_checkpoint_folder(path) or (path / "config.yaml").is_file()
+    if name == "last" or is_run:
+        with initialize_config_dir(str(config_folder()), version_base="1.3"):
+            config = compose("export", overrides=[f"ckpt_path={json.dumps(name)}"])
+        found = find_checkpoint(config)
+        assert found is not None
+        module = trained_module(config, Path(found))
+        draw_buffers(module)
+        run = run_folder(Path(found))
+        saved: Any = None if run is None else OmegaConf.load(run / "config.yaml")
+        tokenizer = OmegaConf.select(saved, "data.tokenizer") if saved else None
+        return find_pretrained(module), build(tokenizer) or TokenizerSource()
+    adapter = path / "adapter_config.json"
+    if not adapter.is_file():
+        return _source(name).build(), TokenizerSource(name=name)
+    base = json.loads(adapter.read_text("utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ModelSourceError(
+            f"{name} is an adapter that names no base: its base had random weights. Talk to the "
+            "run's checkpoint, or to a merged export (roundpipe-export merge=true)."
+        )
+    has_tokenizer = (path / "tokenizer_config.json").is_file()
+    model = saved_adapters(str(path)).apply(_source(base).build())
+    return model, TokenizerSource(name=str(path) if has_tokenizer else base)
+
+
+def _source(name: str) -> ModelSource:
+    """A published model, its weights left in their files where the system can do that."""
+    where = "memory" if sys.platform == "win32" else "mmap"
+    return ModelSource(architecture={}, hub_name=name, weights="pretrained", frozen_weights=where)
+
+
+def _ask() -> str | None:
+    while True:
+        try:
+            question = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            sys.stdout.write("\n")
+            return None
+        if question.strip():
+            return question

@@ -1,1 +1,0 @@
-"""The commands on what a training left: export, merge, chat."""
