@@ -22,7 +22,7 @@ from typing import Any
 _FORK = multiprocessing.get_context("fork")
 _SMALL = "data.batch_size=2 data.seq_len=128 trainer.max_steps=2 scheduler.num_warmup_steps=0"
 _SMALL += " trainer.val_check_interval=null"
-_PROGRAMS = ("train", "plan.command", "data", "export", "chat")
+_PROGRAMS = ("train", "plan.command", "data", "checkpoints")
 
 # Commands, each with words of what it prints. Those of training and data also take `_SMALL`.
 WORKS = {
