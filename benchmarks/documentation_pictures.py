@@ -50,7 +50,7 @@ def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
     """A whole file, on white, so that it can be read in a dark page, too."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" font-family="sans-serif" font-size="13">'
+        f'height="{height}" font-family="sans-serif" font-size="13" role="img">'
         f"<title>{title}</title>"
         f'<defs><marker id="head" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
         f'<path d="M0 0 L8 4 L0 8 z" fill="{_LINE}"/></marker></defs>'
@@ -132,7 +132,7 @@ def memory(needs: Mapping[str, MemoryNeed]) -> str:
             left, top = 20 + 240 * (number % 3), y + 40 + 20 * (number // 3)
             parts.append(box(left, top, 12, 12, "", _COLOURS[number % len(_COLOURS)]))
             parts.append(label(left + 18, top + 11, f"{kind.value}, {size / _GIB:.1f} GiB"))
-    return picture(760, 60 + 120 * len(needs), "Memory by kind", parts)
+    return picture(760, 30 + 120 * len(needs), "Memory by kind", parts)
 
 
 def main() -> None:
