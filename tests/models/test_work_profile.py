@@ -11,6 +11,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from roundpipe_lightning.engine.chain.chain import Link
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.work.meta_run import kinds_of
@@ -133,7 +134,18 @@ def test_blocks_of_one_kind_differ_by_their_numbers_alone(
 ) -> None:
     few = len(others) < 3  # a number of one of few may be something else
     blocks = [_Numbered(0 if few else i, other) for i, other in enumerate(others)]
-    assert kinds_of(blocks) == kinds
+    links = [Link(block=block, name=f"blocks.{i}") for i, block in enumerate(blocks)]
+    assert kinds_of(links) == kinds
+
+
+def test_blocks_of_two_lists_are_counted_apart() -> None:
+    """As those of a model with adapters, and of its reference."""
+    links = [
+        Link(block=_Numbered(i, other and f"{i}.{other}"), name=f"{model}.blocks.{i}")
+        for model, other in (("reference", ""), ("model", "adapted"))
+        for i in range(4)
+    ]
+    assert kinds_of(links) == [0] * 4 + [1] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

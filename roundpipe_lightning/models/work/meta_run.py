@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from roundpipe_lightning.engine.capture.arguments import Copies
-from roundpipe_lightning.engine.chain.chain import Chain
+from roundpipe_lightning.engine.chain.chain import Chain, Link
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.work.meter import Count, FusedAttention, Meter
 
@@ -62,14 +62,11 @@ def measure_run(
     call: Call,
     sequences: int,
     seq_len: int,
-    *,
-    kinds: Sequence[int] | None = None,
 ) -> MeasuredRun:
     """Run the user's code once; blocks are measured by themselves, alike ones once.
 
     Args:
         chain: Its blocks. Without any everything is the tail.
-        kinds: What `kinds_of` says of the blocks, where that is known.
 
     Raises:
         ConfigurationError: The code needs values, or fails for another reason.
@@ -83,7 +80,7 @@ def measure_run(
         ends={index for index in range(len(blocks)) if chain.ends_pass(index)},
         outside=[p for p in trained if p not in inner],
     )
-    kinds = kinds_of(blocks) if kinds is None else kinds
+    kinds = kinds_of(chain.links)
     inside = {inner for block in blocks for inner in block.modules()}
     outside = [child for child in module.modules() if child not in inside]
     hooks = [child.register_forward_hook(recorder.after_module) for child in outside]
@@ -261,21 +258,25 @@ def _measure_backward(meter: Meter, cost: SegmentCost, run_block: Callable[[], A
     return wanted
 
 
-def kinds_of(blocks: Sequence[nn.Module]) -> list[int]:
+def kinds_of(links: Sequence[Link]) -> list[int]:
     """Number the kinds of blocks: equal types, parameters, buffers and attributes are one kind.
 
-    Numbers that count many blocks and names that hold such a number say nothing.
+    Numbers that count the blocks of one list, by their dotted names, and names that hold such a
+    number say nothing.
     """
-    described = [_description(block) for block in blocks]
-    keys = {key for description in described for key in description}
-    telling = [
-        key for key in sorted(keys) if not _counts_blocks([one.get(key) for one in described])
-    ]
-    seen: dict[tuple[str | None, ...], int] = {}
-    return [
-        seen.setdefault(tuple(description.get(key) for key in telling), len(seen))
-        for description in described
-    ]
+    described = [_description(link.block) for link in links]
+    lists: dict[str, list[dict[str, str]]] = {}
+    for link, description in zip(links, described, strict=True):
+        blocks, _, number = link.name.rpartition(".")
+        call = number.partition("#")[2]  # of many in a step
+        lists.setdefault(f"{blocks}#{call}", []).append(description)
+    for alike in lists.values():
+        for key in {key for description in alike for key in description}:
+            if _counts_blocks([description.get(key) for description in alike]):
+                for description in alike:
+                    description.pop(key, None)
+    seen: dict[frozenset[tuple[str, str]], int] = {}
+    return [seen.setdefault(frozenset(one.items()), len(seen)) for one in described]
 
 
 def _counts_blocks(values: Sequence[str | None]) -> bool:
@@ -295,7 +296,7 @@ def _unnumbered(value: str, number: int) -> str:
     return re.sub("'[^']*'", lambda name: re.sub(alone, "#", name[0]), value)
 
 
-def _description(block: nn.Module) -> Mapping[str, str]:
+def _description(block: nn.Module) -> dict[str, str]:
     lines: dict[str, str] = {}
     for name, module in block.named_modules():
         lines[f"{name}:"] = f"{type(module).__module__}.{type(module).__qualname__}"

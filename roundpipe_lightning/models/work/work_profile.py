@@ -39,7 +39,6 @@ from roundpipe_lightning.models.work.meta_run import (
     Call,
     MeasuredRun,
     SegmentCost,
-    kinds_of,
     measure_run,
 )
 from roundpipe_lightning.models.work.meter import Count, transformers_attention
@@ -102,12 +101,11 @@ def work_profile(
         copy = MetaCopy(module, compute_dtype=compute_dtype, settings=settings, replaced=replaced)
         run_module, original = copy.module, copy.original
         run_chain = _copied(chain, copy)
-    kinds = kinds_of([link.block for link in run_chain.links])
     run = call if fusion is None else _fused(call, fusion, run_chain)
 
     def three_runs(seq_len: int) -> list[MeasuredRun]:
         shapes = ((1, seq_len), (1, 2 * seq_len), (2, seq_len))
-        return [measure_run(run_module, run_chain, run, *shape, kinds=kinds) for shape in shapes]
+        return [measure_run(run_module, run_chain, run, *shape) for shape in shapes]
 
     fused = True
     with _gradients(run_module):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
 from roundpipe_lightning.engine.capture.trees import tensors_in
-from roundpipe_lightning.engine.chain.chain import BlockStack
+from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion, LossMode
@@ -103,7 +103,7 @@ def prove(
         Unproven: It is not proven to be either.
     """
     blocks = [block for stack in stacks for block in stack.blocks]
-    kinds = kinds_of(blocks)
+    kinds = kinds_of(Chain.from_stacks(stacks).links)
     copy: Any = None
     forwards: list[Callable[..., Any]] = []
 
