@@ -270,7 +270,7 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 _SAME = ("model", "module", "data", "optimizer", "scheduler", "peft", "trainer", "seed")
 _OWN = (
     *("devices", "accelerator", "plan", "timeout_seconds", "workers_per_device", "path", "dir"),
-    *("host_share", "num_microbatches"),
+    *("host_share", "memory_share", "num_microbatches"),
 )
 """Ends of the names of settings that may be each host's own."""
 

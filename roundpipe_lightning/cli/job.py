@@ -163,6 +163,8 @@ class Job:
         num_nodes, network = self.num_nodes, self.config.get("network")
         if num_nodes > 1:
             sizes["num_nodes"] = num_nodes
+            share = OmegaConf.select(self.config, "trainer.strategy.memory_share")
+            sizes["memory_share"] = None if share == "auto" else share
         rate = None if network is None else network_rate(network)
         if num_nodes > 1 or spec is not None:
             sizes["network_bytes_per_second"] = rate

@@ -60,6 +60,7 @@ class Options:
     hardware: HardwareSource
     timeout_seconds: float
     host_share: float | Literal["auto", "measured"] = "auto"
+    memory_share: float | Literal["auto"] = "auto"
     loss: LossMode = "auto"
     microbatching: str = "auto"
     trust_rows: bool = False
@@ -93,6 +94,12 @@ class Options:
             raise ConfigurationError(
                 f"host_share={share!r}: give a number above 0, such as this host's tokens per "
                 "second, 'auto' or 'measured'."
+            )
+        part: Any = self.memory_share
+        if part != "auto" and not (isinstance(part, (int, float)) and 0 < part <= 1):
+            raise ConfigurationError(
+                f"memory_share={part!r}: give this host's part of the optimizer's state, a number "
+                "between 0 and 1, or 'auto'."
             )
         if not isinstance(self.plan, (Plan, str, os.PathLike)):
             raise ConfigurationError(

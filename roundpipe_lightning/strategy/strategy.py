@@ -47,7 +47,7 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.strategy import checks, compat
 from roundpipe_lightning.strategy.hosts import agreement, data, launch
-from roundpipe_lightning.strategy.hosts.data import BatchShares
+from roundpipe_lightning.strategy.hosts.data import BatchShares, divide_memory
 from roundpipe_lightning.strategy.one_process import OneProcessStrategy
 from roundpipe_lightning.strategy.options import (
     GradientFormat,
@@ -138,6 +138,8 @@ class RoundPipeStrategy(OneProcessStrategy):
         host_share: On several hosts, how much of each batch this one gets, beside the numbers of
             the others: its tokens per second, say. `"auto"`: as fast as its devices are.
             `"measured"`: the same, and from about the tenth batch on by what was measured.
+        memory_share: On several hosts, this one's part of masters, sums of gradients and
+            optimizer's state, between 0 and 1; all hosts' are 1 together. `"auto"`: as much each.
         workers_per_device: Workers that share each device.
         hints: Constraints on the stages of a plan that is made: `PartitionHints`, or a
             mapping with the keys of `conf/partition`.
@@ -187,6 +189,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         hardware: HardwareSource = "auto",
         timeout_seconds: float = 600.0,
         host_share: float | Literal["auto", "measured"] = "auto",
+        memory_share: float | Literal["auto"] = "auto",
         workers_per_device: int = 1,
         hints: HintSource = None,
         replan: bool = True,
@@ -458,6 +461,7 @@ class RoundPipeStrategy(OneProcessStrategy):
             speed=self._speed,
             epoch=lambda: trainer.current_epoch,
         )
+        divide_memory(self._hosts, self._options)
         if self._options.host_share == "measured":
             if not self._divides_data:
                 raise ConfigurationError(

@@ -194,6 +194,8 @@ def test_more_hosts_have_less_in_memory_and_wait_for_the_network(ask: Ask) -> No
         assert row["tokens_per_second"] == pytest.approx(row["num_nodes"] * 8 * 128 / seconds)
     assert two["waiting_seconds"] > 0, "a small model's step is short"
     assert ask.json(*given, "nodes=2")["nodes"] == [two]
+    small = ask.json(*given, "nodes=2", "trainer.strategy.memory_share=0.25")["nodes"][0]
+    assert small["host_bytes"] == pytest.approx(four["host_bytes"])
     page = ask.text(*given, "nodes=2")
     assert f"tokens per step and host on: {two['hidden_tokens']:,.0f}" in page
     assert "torchrun --nnodes=2" in page
@@ -328,6 +330,7 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["nodes=[0,2]"], "give numbers of hosts, such as nodes=1,2,4"),
         (["nodes=[rtx4090x4,rtx409x4]"], "The nearest are rtx4090"),
         (["trainer.strategy.host_share=-1"], "host_share=-1: give a number above 0"),
+        (["trainer.strategy.memory_share=2"], "memory_share=2: give this host's part"),
         (["output=jsn"], "output=jsn is not one of text, json"),
         (["trainer.strategy.loss=fusd"], "set 'auto', 'fused' or 'eager'"),
         (["trainer.precision=bf16-mix"], "The nearest is bf16-mixed"),

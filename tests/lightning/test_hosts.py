@@ -150,6 +150,7 @@ def train(rank: int, num: int, folder: Path, case: Case) -> dict[str, Any]:
     if case.workers and num == 2:
         flags["devices"] = case.workers[rank]
         share = Fraction(case.workers[rank], sum(case.workers))
+        options["memory_share"] = (0.25, 0.75)[rank]
     if case.num_microbatches is not None:
         options["num_microbatches"] = int(case.num_microbatches * share)
     sizes = RecordSizes()
@@ -162,7 +163,9 @@ def train(rank: int, num: int, folder: Path, case: Case) -> dict[str, Any]:
         **flags,
     )
     trainer.fit(module, data, validation)
+    states = [v for s in trainer.optimizers[0].state.values() for v in s.values()]
     return {
+        "moments": sum(v.numel() for v in states if torch.is_tensor(v)),
         "read": reader.read,
         "sizes": sizes.seen,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -240,6 +243,8 @@ def test_numbers_of_one_host(tmp_path: Path, num: int, expected: dict[str, Any])
             raise seen
         if num == 2:  # three batches of 12, and what is left of the epoch
             assert seen["uneven"]["sizes"][:4] == ([8, 8, 8, 3], [4, 4, 4, 2])[rank]
+            part = seen["uneven"]["moments"] / expected["uneven"]["moments"]
+            assert part == pytest.approx((0.25, 0.75)[rank], abs=0.05)  # pieces are aligned
         for name in cases:
             one = expected[name]
             assert seen[name]["steps"] == one["steps"], name

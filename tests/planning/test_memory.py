@@ -104,6 +104,7 @@ def test_a_host_is_counted_by_kind() -> None:
         (LONG, 4, {"storage": ParameterStorage(master_bytes=0)}, 2 + 8 / 4, 2),  # no copies
         (ROUNDS, 1, {}, 2 + 16, 0),
         (LONG, 1, {"accumulates": True}, 2 + 16, 0),
+        (LONG, 2, {"memory_share": 0.25}, 2 + 12 / 4, 2),
     ],
 )
 def test_hosts_divide_what_they_have_of_blocks(
@@ -119,8 +120,11 @@ def test_hosts_divide_what_they_have_of_blocks(
     """
     profile = work()
     many = replace(profile, blocks=profile.blocks * 4)
-    machine = replace(memory().hardware, num_nodes=num_hosts, host_bytes=10**7)
-    model = memory(work=many, hardware=machine, **changes)
+    options = dict(changes)
+    share = options.pop("memory_share", None)
+    machine = replace(memory().hardware, num_nodes=num_hosts, host_bytes=10**7, memory_share=share)
+    model = memory(work=many, hardware=machine, **options)
+    num_hosts = 4 if share else num_hosts  # it has as much as one of four
     kinds = (MemoryKind.WEIGHTS, MemoryKind.MASTERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER)
     need = model.report(layout, shape=SHAPE).host
     master_bytes, num_gradients = model.storage.master_bytes, 1 + model.accumulates

@@ -29,7 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -84,17 +84,18 @@ class Ownership:
     elements  host 0 ────────────▶ host 1 ─────────────▶ host 2 ─────────────▶
     ```
 
-    So every host owns about as much of every block, and one piece at most of a parameter. An
-    optimizer that needs a whole matrix gets whole parameters; then hosts own as much of all blocks
-    together.
+    So every host owns its part of every block, and one piece at most of a parameter. An
+    optimizer that needs a whole matrix gets whole parameters; then hosts own their parts of all
+    blocks together.
 
     Args:
-        num_hosts: How many there are.
+        parts: How much each host owns, together 1.
     """
 
-    def __init__(self, num_hosts: int) -> None:
-        self._num_hosts = num_hosts
-        self._loads = [0] * num_hosts
+    def __init__(self, parts: Sequence[float]) -> None:
+        self._parts = parts
+        self._ends = [0.0, *accumulate(parts[:-1]), 1.0]
+        self._loads = [0] * len(parts)
         self._pieces: dict[Tensor, list[Piece | None]] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -110,15 +111,14 @@ class Ownership:
         new = [tensor for tensor in tensors if tensor not in self._pieces]
         if whole:
             for tensor in new:
-                owner = self._loads.index(min(self._loads))
+                hosts = range(len(self._parts))
+                owner = min(hosts, key=lambda host: self._loads[host] / self._parts[host])
                 self._loads[owner] += tensor.numel()
                 whole_one = Piece(tensor, 0, tensor.numel())
-                self._pieces[tensor] = [
-                    whole_one if host == owner else None for host in range(self._num_hosts)
-                ]
+                self._pieces[tensor] = [whole_one if host == owner else None for host in hosts]
             return
         total, offset = sum(tensor.numel() for tensor in new), 0
-        bounds = [_aligned(total * host // self._num_hosts, total) for host in self._ends]
+        bounds = [_aligned(int(total * end), total) for end in self._ends]
         for tensor in new:
             cuts = [min(max(bound - offset, 0), tensor.numel()) for bound in bounds]
             self._pieces[tensor] = [
@@ -126,10 +126,6 @@ class Ownership:
                 for start, stop in pairwise(cuts)
             ]
             offset += tensor.numel()
-
-    @property
-    def _ends(self) -> range:
-        return range(self._num_hosts + 1)
 
     @property
     def tensors(self) -> Iterable[Tensor]:
@@ -231,7 +227,7 @@ class Exchange:
         keep_pieces_apart(2 * _CHUNK_BYTES)  # else sums and moments leave holes behind
         self.hosts = hosts
         self._chunk_bytes = chunk_bytes
-        self._ownership = Ownership(hosts.num)
+        self._ownership = Ownership(hosts.parts)
         self._gradients = Traffic(hosts, hosts.gradients, "gradients")
         self._weights = Traffic(hosts, hosts.weights, "values")
 

@@ -172,6 +172,7 @@ class Hosts:
     Attributes:
         rank: The number of this host.
         num: How many there are.
+        parts: What each has of the optimizer's work and state, together 1.
         control: For small objects, from the Trainer's thread. One host's wish is heard there.
         place: Where in the training this host is, for messages.
         block: Whose gradients or values were exchanged last, for messages.
@@ -183,6 +184,7 @@ class Hosts:
 
     def __init__(self, *, timeout_seconds: float, watch: Watch) -> None:
         self.rank, self.num = dist.get_rank(), dist.get_world_size()
+        self.parts: Sequence[float] = [1 / self.num] * self.num
         self.place, self.block = "before the first step", ""
         self.is_closed = self.is_asked_to_stop = self.stops = False
         self.travels: Callable[[], BaseException | None] = lambda: None

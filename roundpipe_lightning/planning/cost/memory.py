@@ -160,7 +160,7 @@ class MemoryModel:
         if num_hosts > 1:
             largest = max((block.num_trainable for block in work.blocks), default=0)
             sums = blocks if self.clips else min(blocks, _SUMMED * largest)
-            kept = is_kept * blocks + sums / num_hosts
+            kept = is_kept * blocks + sums * self.hardware.owned_part
         return (kept + arriving + others) * self.storage.gradient_bytes
 
     def _largest(self, layout: PipelineLayout) -> int:
@@ -176,11 +176,11 @@ class MemoryModel:
         Of several hosts each has its part of what has copies, blocks' parameters. Head and tail are
         uploaded themselves: they have no copies, which are counted.
         """
-        num, each = self.hardware.num_nodes, self.storage.master_bytes
-        if num == 1 or self.hardware.shares_host_memory:
+        each = self.storage.master_bytes
+        if self.hardware.num_nodes == 1 or self.hardware.shares_host_memory:
             return self.work.num_trainable * each
         others = self.work.num_trainable - self._num_in_blocks
-        return self._num_in_blocks * each / num + others * each / 2
+        return self._num_in_blocks * each * self.hardware.owned_part + others * each / 2
 
     def _waiting_gradients(self, layout: PipelineLayout) -> float:
         """Bytes of head's and tail's gradients beside their sums: two rounds', of every use."""
@@ -198,12 +198,13 @@ class MemoryModel:
         work, storage = self.work, self.storage
         has_copies = not self.hardware.shares_host_memory or storage.master_bytes == 0
         tied = work.tied_parameters
+        state = storage.state_bytes(work.num_trainable) * self.hardware.owned_part
         per_parameter = self._stored(work.head) / max(work.head.num_parameters, 1)
         copies = sum(self._stored(part) for part in work.segments) - tied * per_parameter
         return {
             MemoryKind.WEIGHTS: copies if has_copies else 0.0,
             MemoryKind.MASTERS: self._masters,
-            MemoryKind.OPTIMIZER: storage.state_bytes(work.num_trainable) / self.hardware.num_nodes,
+            MemoryKind.OPTIMIZER: state,
         }
 
     def _stored(self, part: BlockWork) -> float:

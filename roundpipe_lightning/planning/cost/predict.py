@@ -133,7 +133,7 @@ class StepModel:
             per_downloaded_byte=transfer(0.0, 1.0) + hardware.host_seconds(storage.sum_bytes(1.0)),
             first_upload=self.links.upload_seconds(1.0),
             last_download=self.links.download_seconds(1.0),
-            optimizer=storage.update_seconds(self.num_trainable, hardware) / hardware.num_nodes,
+            optimizer=storage.update_seconds(self.num_trainable, hardware) * hardware.owned_part,
             timing=self.timing,
         )
 
@@ -276,7 +276,8 @@ class Exchange:
         steps_at_end: bool,
     ) -> Exchange:
         """Describe a training's."""
-        away = (hardware.num_nodes - 1) / hardware.num_nodes
+        part, others = hardware.owned_part, hardware.num_nodes - 1
+        away = max(1 - part, part * others)  # sent, or received: either way of gradients, values
         # Blocks and an LM head of its own get the copies that are uploaded; embeddings, and what is
         # tied to them, their masters, twice as wide.
         blocks = sum(_new_bytes(block, block.num_trainable) for block in work.blocks)

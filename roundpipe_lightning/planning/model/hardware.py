@@ -137,6 +137,7 @@ class HardwareSpec:
         disk_bytes_per_second: What the disk reads, or writes, of mapped weights and of optimizer
             state that lies there.
         num_nodes: Hosts that train together, of which this is one.
+        memory_share: What this one has of what they divide; None: as much as each other.
         network_bytes_per_second: Of the network between them, each way.
         efficiency: What share of the rates is reached.
         unequal: Every device as a machine of its own, where they are not equal; the rates above
@@ -164,6 +165,7 @@ class HardwareSpec:
     reserved_bytes: int = RESERVED_BYTES
     disk_bytes_per_second: float = 3e9
     num_nodes: int = 1
+    memory_share: float | None = None
     network_bytes_per_second: float = 1.25e9
     efficiency: Efficiency = Efficiency()
     unequal: tuple[HardwareSpec, ...] = ()
@@ -186,6 +188,11 @@ class HardwareSpec:
     @property
     def workers(self) -> tuple[HardwareSpec, ...]:
         return self.unequal or (self,) * self.num_devices
+
+    @property
+    def owned_part(self) -> float:
+        """What this host has of masters, sums of gradients and optimizer's state."""
+        return self.memory_share or 1 / self.num_nodes
 
     @property
     def num_roots(self) -> int:

@@ -199,7 +199,9 @@ class FitAnswer:
 
     def on_hosts(self, num_nodes: int) -> FitAnswer:
         """Return the answer with the same plan on another number of hosts."""
-        hardware = replace(self.job.hardware, num_nodes=num_nodes)
+        hardware = self.job.hardware
+        if num_nodes != hardware.num_nodes:
+            hardware = replace(hardware, num_nodes=num_nodes, memory_share=None)
         job = replace(self.job, hardware=hardware)
         planned = self.planned
         if planned is not None:

@@ -23,6 +23,8 @@ from roundpipe_lightning.strategy.options import Options
 _ALIKE = 1.1
 """Hosts get as much of a batch if none is faster by this factor: measured speeds vary."""
 
+_ROUNDED = 1e-2  # parts that were written down
+
 _FIRST, _LAST = 4, 10
 """Batches that are measured, counted from 1; those before warm up, or run other plans."""
 
@@ -134,6 +136,22 @@ class BatchShares:
         if len(set(self._state["shares"])) > 1:
             texts = ", ".join(f"{share:.1%}" for share in self._state["shares"])
             rank_zero_info(f"roundpipe: hosts get {texts} of each batch (host_share).")
+
+
+def divide_memory(hosts: Hosts, options: Options) -> None:
+    """Settle every host's part of what they divide; all call this.
+
+    Raises:
+        ConfigurationError: Together they are not 1.
+    """
+    told = hosts.control.objects(options.memory_share)
+    parts = [part for part in told if not isinstance(part, str)]
+    if parts and (len(parts) < hosts.num or abs(sum(parts) - 1) > _ROUNDED):
+        raise ConfigurationError(
+            f"memory_share is {', '.join(map(str, told))} on the hosts: give each its part, so "
+            "that they are 1 together, or leave it out on all."
+        )
+    hosts.parts = parts or [1 / hosts.num] * hosts.num
 
 
 def _shares_of(numbers: Sequence[float], *, alike: float) -> Sequence[float]:

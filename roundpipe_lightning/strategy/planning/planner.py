@@ -124,6 +124,8 @@ class StepPlanner:
             accelerators=accelerators_of(devices),
         )
         self.machine = replace(self.machine, num_nodes=num_nodes or self.machine.num_nodes)
+        if self.machine.num_nodes > 1 and options.memory_share != "auto":
+            self.machine = replace(self.machine, memory_share=options.memory_share)
         self._accumulates, self._clips = accumulates, clips
         rounds = precision.stochastic_rounding
         moves = optimizers and not computes_on_host
