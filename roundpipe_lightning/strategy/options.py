@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
-from roundpipe_lightning.engine.update.separable import reason_not_with_gradients
+from roundpipe_lightning.engine.update.partial_step import reason_not_with_gradients
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import LossMode
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware

@@ -34,7 +34,7 @@ from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord, WorkerState
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat
-from roundpipe_lightning.strategy.hosts.global_batch import GlobalBatch, HostPart, own_draws
+from roundpipe_lightning.strategy.hosts.data import GlobalBatch, HostPart, own_draws
 from roundpipe_lightning.strategy.logging import (
     LogCall,
     host_log,

@@ -8,8 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from roundpipe_lightning.engine.update.partial_step import CapturedStep
-from roundpipe_lightning.engine.update.separable import has_hooks, reason_not_separable
+from roundpipe_lightning.engine.update.partial_step import (
+    CapturedStep,
+    has_hooks,
+    reason_not_separable,
+)
 from roundpipe_lightning.optim.adamw import HostAdamW
 
 

@@ -349,7 +349,7 @@ LIES: Lies = {
     "a host's gradients lost": (Case(), "engine.exchange.exchange._added", _first_of),
     "new values lost": (Case(), "engine.exchange.exchange.write_range", _nothing),
     "new values swapped": (Case(), "engine.exchange.exchange.write_range", _swapped),
-    "a plain mean": (Case(padded=True), "strategy.hosts.global_batch.shares_of", _equal_shares),
+    "a plain mean": (Case(padded=True), "strategy.hosts.data.shares_of", _equal_shares),
 }
 
 

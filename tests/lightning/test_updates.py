@@ -19,8 +19,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roundpipe_lightning.engine.update.partial_step import CapturedStep
-from roundpipe_lightning.engine.update.separable import reason_not_separable
+from roundpipe_lightning.engine.update.partial_step import CapturedStep, reason_not_separable
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.errors import ConfigurationError, GradientError
 from roundpipe_lightning.models.batches import batch_size_of, split_batch

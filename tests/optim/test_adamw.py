@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from roundpipe_lightning.engine.update.partial_step import CapturedStep
-from roundpipe_lightning.engine.update.separable import reason_not_separable
+from roundpipe_lightning.engine.update.partial_step import CapturedStep, reason_not_separable
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.optim.kernel import StepKernel

@@ -35,8 +35,7 @@ from torch.optim import Optimizer
 from roundpipe_lightning.engine.exchange.exchange import Exchange, Given, Piece, Sums
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import add_to_grad
-from roundpipe_lightning.engine.update.partial_step import CapturedStep
-from roundpipe_lightning.engine.update.separable import is_elementwise
+from roundpipe_lightning.engine.update.partial_step import CapturedStep, is_elementwise
 from roundpipe_lightning.errors import ConfigurationError, HostError
 
 _SMALL = 1e-6  # what torch adds to the norm

@@ -9,19 +9,31 @@ part        groups [ a1 a2 ]         state {a1: ..., a2: ...}   lr      a1.grad,
 
 `a1` is an alias of `p1`: the same memory, a gradient of its own. A part is a shallow copy of the
 optimizer whose groups have the aliases of some parameters, and it runs the class's own `step`. What
-it does to a parameter is, to the bit, what the whole step does, for every optimizer that
-`update/separable.py` finds to treat each parameter by itself.
+it does to a parameter is, to the bit, what the whole step does, for every optimizer that treats
+each parameter by itself.
+
+Most do: their update of a parameter follows from its values, its gradient, its state and its
+group's options. Some do not: they estimate one number from all parameters, count their steps in a
+group, or draw random numbers in the order of the parameters. The code does not show which is
+which. So both ways are tried. A small copy of the optimizer steps a few small parameters together;
+another copy steps them apart, in another order. The results must be the same to the bit, and
+nothing but the parameters and their state may have changed.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils import _pytree as pytree
 
 
 class CapturedStep:
@@ -156,3 +168,255 @@ def _chosen(options: dict[str, Any], positions: list[int]) -> dict[str, Any]:
     if names is None:
         return options
     return {**options, "param_names": [names[i] for i in positions]}
+
+
+_NUM_STEPS = 3
+_NUM_PER_KIND = 2  # parameters of the same group, dtype and number of dimensions
+_LONGEST = 3  # of a dimension
+_OF_EVERY_OPTIMIZER = frozenset(
+    (
+        "defaults",
+        "state",
+        "param_groups",
+        "step",  # wrapped by a learning rate scheduler
+        "_opt_called",  # set by one
+        "_zero_grad_profile_name",
+        "_warned_capturable_if_run_uncaptured",
+    )
+)
+
+
+def reason_not_separable(optimizer: Optimizer) -> str | None:
+    """Return why an optimizer must be stepped as a whole; None if it may be stepped in parts.
+
+    Args:
+        optimizer: It and its parameters stay as they are. What its hooks do is not asked here, see
+            `has_hooks`.
+    """
+    own_step = vars(optimizer).get("step")
+    if own_step is not None and getattr(own_step, "__wrapped__", None) is not type(optimizer).step:
+        return "its step was replaced"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "it is differentiable"
+    own = pytree.tree_leaves(_attributes(optimizer))
+    if any(isinstance(leaf, (Tensor, nn.Module, Optimizer)) for leaf in own):
+        return "it keeps tensors beside the state of its parameters"
+    of_class = _class_attributes(optimizer)
+    try:
+        with _trial() as drew:
+            reason = _try(optimizer, drew=drew)
+        changes = not _same(_class_attributes(optimizer), of_class)
+        return "its step changes attributes of its class" if changes else reason
+    except Exception as error:  # noqa: BLE001 - whatever its code does not like about the trial
+        return f"a trial on small tensors failed ({type(error).__name__}: {error})"
+    finally:
+        for (kind, name), value in of_class.items():
+            if not _same(vars(kind).get(name), value):
+                setattr(kind, name, value)
+
+
+def reason_not_with_gradients(optimizer: Optimizer) -> str | None:
+    """Return why an optimizer cannot step with gradients of its parameters' `grad_dtype`.
+
+    It is tried on small tensors: the step must be, but for rounding, the one with gradients of the
+    parameters' own dtype.
+
+    Args:
+        optimizer: It and its parameters stay as they are.
+    """
+    try:
+        with _trial():
+            mixed, plain = _small_copy(optimizer), _small_copy(optimizer)
+            for parameter in _parameters(plain):
+                parameter.grad_dtype = parameter.dtype
+            for number in range(_NUM_STEPS):
+                for twin in (mixed, plain):
+                    _draw_gradients(twin, seed=number)
+                    plain_step(type(twin))(twin)
+    except Exception as error:  # noqa: BLE001 - whatever its code does not like about the trial
+        return f"{type(error).__name__}: {error}"
+    pairs = zip(_parameters(mixed), _parameters(plain), strict=True)
+    return None if all(_close(one, other) for one, other in pairs) else "its step is another then"
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer that may be stepped in parts treats every element by itself.
+
+    It is tried on small tensors: two copies step a half of each, and together do what one does.
+
+    Args:
+        optimizer: It and its parameters stay as they are.
+    """
+    try:
+        with _trial():
+            whole, *halves = (_small_copy(optimizer) for _ in range(3))
+            for twin in (whole, *halves):
+                twin.state.clear()
+            for number in range(_NUM_STEPS):
+                for twin in (whole, *halves):
+                    _draw_gradients(twin, seed=number)
+                plain_step(type(whole))(whole)
+                for half, twin in enumerate(halves):
+                    step = CapturedStep(twin, gradients={})
+                    step.values_of = partial(_half_of, half=half)
+                    step.give({p: _half_of(p.grad, half) for p in _parameters(twin)})  # type: ignore[arg-type]  # drawn
+                    step.run(step.parameters)
+    except Exception:  # noqa: BLE001 - whatever its code does not like about the trial
+        return False
+    apart = zip(*map(_parameters, halves), strict=True)
+    joined = [torch.cat([_half_of(p, half) for half, p in enumerate(pair)]) for pair in apart]
+    pairs = zip(_parameters(whole), joined, strict=True)
+    return all(_close(one.detach().reshape(-1), other) for one, other in pairs)
+
+
+@contextmanager
+def _trial() -> Iterator[Callable[[], bool]]:
+    """Let nobody notice a trial; gives what says whether it has drawn random numbers so far."""
+    generator = torch.default_generator
+    before = generator.get_state()
+    try:
+        with warnings.catch_warnings():  # said when it is stepped in earnest
+            warnings.simplefilter("ignore")
+            yield lambda: not torch.equal(generator.get_state(), before)
+    finally:
+        generator.set_state(before)
+
+
+def _half_of(tensor: Tensor, half: int) -> Tensor:
+    flat = tensor.detach().view(-1)
+    middle = flat.numel() // 2
+    return flat[middle:] if half else flat[:middle]
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Return whether code of others runs before or after a step, which is to find it whole."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks  # noqa: SLF001 - no public way to ask
+        or optimizer._optimizer_step_post_hooks  # noqa: SLF001
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+def _try(optimizer: Optimizer, *, drew: Callable[[], bool]) -> str | None:
+    together, apart = _small_copy(optimizer), _small_copy(optimizer)
+    options = [_without_parameters(group) for group in copy.deepcopy(together.param_groups)]
+    attributes: dict[str, Any] = {}
+    for number in range(_NUM_STEPS):
+        for twin in (together, apart):
+            _draw_gradients(twin, seed=number)
+        plain_step(type(together))(together)
+        if number == 0:  # a change that only a first step makes is no harm
+            attributes = copy.deepcopy(_attributes(together))
+        captured = CapturedStep(apart)
+        for parameter in reversed(list(captured.parameters)):
+            captured.run([parameter])
+    if drew():
+        return "it draws random numbers in the order of the parameters"
+    if not set(together.state) <= set(_parameters(together)):
+        return "its state has entries that belong to no parameter"
+    if not _same([_without_parameters(group) for group in together.param_groups], options):
+        return "its step changes the options of its groups"
+    if not _same(_attributes(together), attributes):
+        return "its step changes attributes of the optimizer"
+    for one, other in zip(_parameters(together), _parameters(apart), strict=True):
+        if not _same(
+            [one.detach(), together.state.get(one)], [other.detach(), apart.state.get(other)]
+        ):
+            return "what it does to a parameter depends on other parameters"
+    return None
+
+
+def _small_copy(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with the same options, without state, on small parameters."""
+    twin = shallow_copy(optimizer)
+    for name, value in _attributes(twin).items():
+        setattr(twin, name, copy.deepcopy(value))
+    twin.state = copy.copy(optimizer.state)
+    twin.state.clear()
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        options = copy.deepcopy(_without_parameters(group))
+        members = _some_of_each_kind(group["params"])
+        small = [nn.Parameter(_corner(parameter)) for parameter in members]
+        for parameter, stand_in in zip(members, small, strict=True):
+            if parameter.is_leaf and parameter.grad_dtype is not None:
+                stand_in.grad_dtype = parameter.grad_dtype
+            if parameter in optimizer.state:
+                twin.state[stand_in] = pytree.tree_map_only(
+                    Tensor, _corner, copy.copy(optimizer.state[parameter])
+                )
+        if "param_names" in options:
+            options["param_names"] = [str(index) for index in range(len(members))]
+        twin.param_groups.append({**options, "params": small})
+    return twin
+
+
+def _some_of_each_kind(parameters: Iterable[Tensor]) -> list[Tensor]:
+    found: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+    for parameter in parameters:
+        kind = found.setdefault((parameter.dtype, parameter.dim()), [])
+        if len(kind) < _NUM_PER_KIND:
+            kind.append(parameter)
+    return [parameter for kind in found.values() for parameter in kind]
+
+
+def _corner(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor's first few values along every dimension."""
+    return tensor.detach()[(slice(_LONGEST),) * tensor.dim()].clone()
+
+
+def _draw_gradients(optimizer: Optimizer, *, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in _parameters(optimizer):
+        drawn = torch.randn(parameter.shape, generator=generator).bfloat16()  # exact in any dtype
+        parameter.grad = drawn.to(parameter.grad_dtype or parameter.dtype)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes of the class: neither parameters nor those that every optimizer has."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _OF_EVERY_OPTIMIZER and not name.startswith("_optimizer_")  # its hooks
+    }
+
+
+def _class_attributes(optimizer: Optimizer) -> dict[tuple[type, str], Any]:
+    """Return copies of the values that classes of others than torch keep."""
+    return {
+        (kind, name): copy.deepcopy(value)
+        for kind in type(optimizer).__mro__
+        if is_foreign(kind)
+        for name, value in vars(kind).items()
+        if isinstance(value, (int, float, list, dict, set, Tensor)) and not name.startswith("__")
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and _same_bits(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Compare up to some steps' rounding in the tensors' own dtype."""
+    tolerance = 2 * _NUM_STEPS * torch.finfo(one.dtype).eps
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal; what is not a number equals itself."""
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.update.hosts_update import NormClip
-from roundpipe_lightning.engine.update.separable import has_hooks, reason_not_separable
+from roundpipe_lightning.engine.update.partial_step import has_hooks, reason_not_separable
 from roundpipe_lightning.engine.update.updater import Updater
 from roundpipe_lightning.errors import ConfigurationError, GradientError
 from roundpipe_lightning.precision import RoundPipePrecision
