@@ -22,7 +22,7 @@ The hidden states and the weight themselves are not counted; their gradients are
 
 from __future__ import annotations
 
-from roundpipe_lightning.models.losses.chunked_loss import (
+from roundpipe_lightning.models.losses.linear_cross_entropy import (
     DEFAULT_CHUNK_BYTES,
     chunk_tokens,
     logit_bytes,

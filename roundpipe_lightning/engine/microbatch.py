@@ -27,7 +27,7 @@ from roundpipe_lightning.engine.capture.placeholder import materialized
 from roundpipe_lightning.engine.capture.randomness import RandomStream, StepDraws
 from roundpipe_lightning.engine.capture.trees import map_tensors
 from roundpipe_lightning.engine.capture.view import ViewClasses
-from roundpipe_lightning.engine.chain.backward import BackwardPass
+from roundpipe_lightning.engine.chain.backward import BackwardPass, DriverBackward, PieceBackward
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain, Link
 from roundpipe_lightning.engine.chain.forward import ForwardPass
 from roundpipe_lightning.engine.chain.joined import (
@@ -39,7 +39,6 @@ from roundpipe_lightning.engine.chain.joined import (
     PostedCall,
     RunBackward,
 )
-from roundpipe_lightning.engine.chain.joined_backward import DriverBackward, PieceBackward
 from roundpipe_lightning.engine.chain.pieces import CallForms, DriverForward, PieceForward
 from roundpipe_lightning.engine.chain.segments import rows_to_come
 from roundpipe_lightning.engine.device.events import Event

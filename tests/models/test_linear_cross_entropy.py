@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.loss_memory import chunked_loss_bytes, plain_loss_bytes
 from roundpipe_lightning import linear_cross_entropy
 from roundpipe_lightning.errors import ConfigurationError, DataError
-from roundpipe_lightning.models.losses import chunked_loss
+from roundpipe_lightning.models.losses import linear_cross_entropy as module_of_loss
 from roundpipe_lightning.models.work.meter import Meter
 
 WIDTH, VOCABULARY = 5, 11
@@ -233,8 +233,8 @@ def test_16_bit_products_of_accelerators_are_added_up_slice_by_slice(
     hidden, weight, labels, _ = operands(40, dtype=torch.float32)
     low = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
     wide = [x.detach().float().requires_grad_() for x in low]
-    monkeypatch.setattr(chunked_loss, "multiplies_narrow", lambda hidden: True)
-    monkeypatch.setattr(chunked_loss, "_SLICE_BYTES", 3 * 2 * WIDTH)
+    monkeypatch.setattr(module_of_loss, "multiplies_narrow", lambda hidden: True)
+    monkeypatch.setattr(module_of_loss, "_SLICE_BYTES", 3 * 2 * WIDTH)
     got = linear_cross_entropy(low[0], low[1], labels, chunk_bytes=300)
     want = torch.autograd.grad(plain_loss(wide[0], wide[1], labels), wide[1])[0]
     gradient = torch.autograd.grad(got, low[1])[0]

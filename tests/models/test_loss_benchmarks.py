@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.loss_memory import chunked_loss_bytes, plain_loss_bytes
 from roundpipe_lightning.errors import CaptureError
-from roundpipe_lightning.models.losses.chunked_loss import chunk_tokens
+from roundpipe_lightning.models.losses.linear_cross_entropy import chunk_tokens
 
 ROOT = Path(__file__).parents[2]
 

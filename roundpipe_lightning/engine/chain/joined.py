@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.arguments import Copies, Reference
-from roundpipe_lightning.engine.capture.autocast import Autocast
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import Form
+from roundpipe_lightning.engine.capture.torch_functions import Autocast
 from roundpipe_lightning.engine.chain.block_outcome import Given
 from roundpipe_lightning.engine.chain.values import WRITTEN_SINCE, BlockCall, Value
 from roundpipe_lightning.engine.device.events import StepAborted

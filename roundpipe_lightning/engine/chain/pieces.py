@@ -24,9 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.arguments import Copies
-from roundpipe_lightning.engine.capture.autocast import autocast_as, autocast_now, variables_as
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
+from roundpipe_lightning.engine.capture.torch_functions import (
+    autocast_as,
+    autocast_now,
+    variables_as,
+)
 from roundpipe_lightning.engine.capture.view import put
 from roundpipe_lightning.engine.chain.block_outcome import Given, Outcome, run_block, works_in_place
 from roundpipe_lightning.engine.chain.forward import ForwardPass

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.arguments import Copies, Reference, Swap
-from roundpipe_lightning.engine.capture.autocast import (
+from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
+from roundpipe_lightning.engine.capture.placeholder import Form, LazyTensor
+from roundpipe_lightning.engine.capture.torch_functions import (
     Autocast,
     autocast_as,
     autocast_now,
     variables_as,
 )
-from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
-from roundpipe_lightning.engine.capture.placeholder import Form, LazyTensor
 from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.chain.block_outcome import (
     Given,

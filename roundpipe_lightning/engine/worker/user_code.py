@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_lightning.engine.capture.autocast import without_autocast
 from roundpipe_lightning.engine.capture.module_writes import ParameterWrites, Writes, refuse_write
 from roundpipe_lightning.engine.capture.placeholder import (
     Called,
@@ -39,6 +38,7 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     QUESTIONS,
     ModeStack,
     name_of,
+    without_autocast,
 )
 from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.capture.view import View, ViewClasses, ViewMaker

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_lightning.engine.capture.autocast import Autocast
-from roundpipe_lightning.engine.capture.torch_functions import METADATA, attribute_or_name
+from roundpipe_lightning.engine.capture.torch_functions import METADATA, Autocast, attribute_or_name
 from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.models.losses.logit_form import LogitForm, form_after, loss_of_form

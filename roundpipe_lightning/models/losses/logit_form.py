@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from roundpipe_lightning.engine.capture.autocast import Autocast
+from roundpipe_lightning.engine.capture.torch_functions import Autocast
 from roundpipe_lightning.models.losses.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["LogitForm", "form_after", "loss_of_form"]
