@@ -165,6 +165,7 @@ def log_means(
     log: Callable[..., None],
     batch_size: int | None = None,
     syncs: bool = False,
+    is_proven: bool = False,
 ) -> None:
     """Make the calls that one device would have made.
 
@@ -174,6 +175,7 @@ def log_means(
         log: The original `LightningModule.log`; called in the order of the first calls.
         batch_size: Samples of the whole batch where Lightning would look for them in a part.
         syncs: Whether other hosts log the same.
+        is_proven: Whether all that is logged is known to be such a mean as the loss.
     """
     merged: dict[tuple[str, int], dict[int, tuple[Any, dict[str, Any]]]] = {}
     for microbatch, noted in enumerate(logged):
@@ -193,7 +195,7 @@ def log_means(
             value = values[0]  # Lightning says what is wrong with it
         else:
             of_loss = _are_the_losses(values, [losses[index] for index in calls])
-            if not of_loss and None not in sizes:
+            if not (is_proven or of_loss or None in sizes):
                 weights = sizes
             value = weighted_mean(values, weights=weights)
         log(name, value, **arguments)

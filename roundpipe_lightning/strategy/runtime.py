@@ -353,6 +353,7 @@ class PipelineRuntime:
                 log=self._module.log,
                 batch_size=size,
                 syncs=whole is not None,
+                is_proven=cut.is_proven,
             )
         if len(cut.parts) > 1:
             output = loss

@@ -258,6 +258,30 @@ def test_a_mean_over_rows_is_weighed_by_rows(tmp_path: Path) -> None:
     assert parameter_error(module, one) < 1e-5
 
 
+def test_what_is_proven_to_be_such_a_mean_is_logged_with_the_weights_of_the_loss(
+    tmp_path: Path,
+) -> None:
+    """A `batch_size` weighs batches in an epoch, and not microbatches of other targets."""
+
+    class Logging(LanguageModel):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log(
+                "twice", 2 * loss, on_step=True, on_epoch=True, batch_size=len(batch["labels"])
+            )
+            return loss
+
+    data = DataLoader(PaddedSequences(20), batch_size=4)
+    strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
+    (_, one), (_, several) = train_with(tmp_path, strategies, Logging, data, max_epochs=1)
+    assert isinstance(several.strategy, RoundPipeStrategy)
+    assert several.strategy.last_plan is not None
+    assert not several.strategy.last_plan.joined
+    torch.testing.assert_close(
+        several.callback_metrics["twice_epoch"], one.callback_metrics["twice_epoch"]
+    )
+
+
 def test_pinned_steps_say_why_they_are_not_proven(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

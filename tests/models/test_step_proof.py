@@ -214,14 +214,3 @@ def test_a_block_runs_again_on_other_strides_or_without_gradients(other: Any) ->
 
     assert prove_step(batch={"x": torch.zeros(6, 8)}, run=run) is LossKind.ROWS
     assert len(ran) == 2 * 2
-
-
-def test_logs() -> None:
-    def run(given: dict[str, Tensor], _: Any) -> Any:
-        loss = Batch(given).entropy()
-        return loss, [(loss.detach(), True)]
-
-    batch = dict.fromkeys(("x", "y", "other", "r", "ids"), torch.zeros(6, dtype=torch.long))
-    batch["x"] = torch.zeros(6, 8)
-    with pytest.raises(Unproven, match="batch_size"):
-        prove_step(batch=batch, run=run)

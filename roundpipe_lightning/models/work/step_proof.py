@@ -92,13 +92,13 @@ class _Run:
 
     Attributes:
         ops: What it computed outside the blocks, and the calls of these.
-        logged: What it logged, and whether with a batch size.
+        logged: What it logged.
     """
 
     inputs: list[Tensor]
     ops: list[_Op] = field(default_factory=list)
     loss: Tensor | None = None
-    logged: list[tuple[Any, bool]] = field(default_factory=list)
+    logged: list[Any] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
 
 
@@ -207,10 +207,7 @@ def _tensors(node: Any) -> list[Tensor]:
 def prove_step(
     *,
     batch: Any,
-    run: Callable[
-        [Any, Callable[[Callable[..., Any]], Callable[..., Any]]],
-        tuple[Any, list[tuple[Any, bool]]],
-    ],
+    run: Callable[[Any, Callable[[Callable[..., Any]], Callable[..., Any]]], tuple[Any, list[Any]]],
     sizes: Sequence[int] = (),
 ) -> LossKind:
     """Return what the loss of a batch is of the losses of its microbatches.
@@ -218,8 +215,7 @@ def prove_step(
     Args:
         batch: A batch, of which only shapes and dtypes are looked at.
         run: Runs the step on a copy of the batch without values. It wraps the blocks' `forward`
-            with what it is given, and returns the loss, and what was logged: each value, and
-            whether a batch size was given with it.
+            with what it is given, and returns the loss, and what was logged.
         sizes: Numbers of rows with which it has to compute the same, too.
 
     Raises:
@@ -288,12 +284,10 @@ class _Proof:
         state = self._states.get(id(one.loss))
         if not isinstance(state, _Reduced):
             raise Unproven(_reason(state))
-        for (value, has_size), (again, _) in zip(one.logged, other.logged, strict=True):
+        for value, again in zip(one.logged, other.logged, strict=True):
             logged = self._states.get(id(value))
             if logged is not None and logged != state:
                 raise Unproven(f"it logs what is no such mean: {_reason(logged)}")
-            if has_size and state.kind is LossKind.TARGETS and value is not one.loss:
-                raise Unproven("it logs a mean over targets with a batch_size")
             if not isinstance(value, Tensor) and value != again:
                 raise Unproven("it logs a number that depends on the rows")
         return state.kind
@@ -330,20 +324,12 @@ class _Proof:
         for tensor in op.written:
             if _memory(tensor) in self._given:
                 raise Unproven("it writes into a parameter or a buffer")
-            state = self._states.get(id(tensor))
-            if id(tensor) not in made and not (op.name == "block" and isinstance(state, _Rows)):
-                state = _mixing(op)
-            self._spread(tensor, state, op)
-
-    def _spread(self, tensor: Tensor, state: _State, op: _Op) -> None:
-        """Tell the tensors that share a tensor's memory what has been written into it."""
-        for one in self._sharing.get(_memory(tensor), ()):
-            if one is tensor:
-                self._states[id(one)] = state
-            elif state is not None and not (
-                isinstance(state, _Rows) and isinstance(self._states[id(one)], _Rows)
-            ):
-                self._states[id(one)] = _mixing(op)
+            is_known = op.name == "block" or id(tensor) in made
+            by_rows = is_known and isinstance(self._states.get(id(tensor)), _Rows)
+            for one in self._sharing.get(_memory(tensor), ()):
+                stays = by_rows and isinstance(self._states[id(one)], _Rows)
+                if any(taken) and not (stays or (one is tensor and is_known)):
+                    self._states[id(one)] = _mixing(op)
 
     def _state_of(self, op: _Op, taken: Sequence[_State], made: Tensor, rows: _State) -> _State:
         mixed = next((s for s in (*taken, rows) if isinstance(s, _Mixed)), None)
@@ -378,43 +364,33 @@ class _Proof:
             for tensor, state in zip(op.taken, taken, strict=True)
             if isinstance(state, _Rows)
         ]
-        if op.name == "block":
-            return all(state.num_each == rows.num_each for _, state in with_rows)
-        if torch.Tag.pointwise in op.tags or op.name in _POINTWISE:
-            return all(
-                tensor.dim() - state.dim == made.dim() - rows.dim
-                and state.num_each == rows.num_each
-                for tensor, state in with_rows
-            )
+        (tensor, state), *others = with_rows
         if op.name in _VIEWS:
-            (tensor, state), *others = with_rows
-            return not others and math.prod(tensor.shape[: state.dim]) == math.prod(
-                made.shape[: rows.dim]
-            )
-        if op.name in _MOVES:
-            return len(with_rows) == 1 and with_rows[0][1].num_each == rows.num_each
-        if op.name in _ALONG:
-            tensor, state = with_rows[0]
-            dims = _dims(op, tensor, made)
-            return len(with_rows) == 1 and state.dim not in dims
-        if op.name in _JOINS or op.name == "gather":
+            lead = math.prod(tensor.shape[: state.dim]) == math.prod(made.shape[: rows.dim])
+            return lead and not others
+        if any(one.num_each != rows.num_each for _, one in with_rows):
+            return False
+        if torch.Tag.pointwise in op.tags or op.name in _POINTWISE:
+            return all(x.dim() - one.dim == made.dim() - rows.dim for x, one in with_rows)
+        if op.name in _JOINS:
             dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
-            return (
-                dim % made.dim() != rows.dim
-                and all(state.num_each == rows.num_each for _, state in with_rows)
-                and (op.name != "gather" or [state for _, state in with_rows] == [rows, rows])
-            )
-        if op.name in _PRODUCTS:
-            return _is_product_by_rows(op, taken, rows)
-        if op.name in _FIRST:
-            leads = all(state.dim == 0 and state.num_each == 1 for _, state in with_rows)
-            first = isinstance(taken[0], _Rows) and not _pads(op, made.dim())
-            return leads and first and len(with_rows) == 1 and rows.dim == 0
-        if op.name in _TOGETHER:
-            return all(state.dim == rows.dim == 0 for _, state in with_rows)
+            return bool(dim % made.dim() != rows.dim)
+        if op.name == "gather":
+            return taken == [rows, rows] and op.args[1] % made.dim() != rows.dim
+        if op.name in ("nll_loss_forward", "nll_loss2d_forward"):
+            return all(one.dim == rows.dim == 0 for _, one in with_rows)
+        if op.name == "block":
+            return True
+        if others:
+            return False
+        if op.name in ("mm", "addmm"):
+            return taken[-2] == state == rows and rows.dim == 0
         if op.name == "embedding":
             return taken[0] is None
-        return False
+        if op.name in _LEADING:
+            is_padded = op.name == "constant_pad_nd" and len(op.args[1]) == 2 * made.dim()
+            return taken[0] == state == rows and rows.dim == 0 and not is_padded
+        return op.name in _MOVES or (op.name in _ALONG and state.dim not in _dims(op, tensor))
 
     def _looks_up_rows(self, op: _Op, made: Tensor, rows: _Rows) -> bool:
         """Return whether every row of `x[i, j]` follows from the same row of `x`, `i` and `j`."""
@@ -499,44 +475,19 @@ def _linear(op: _Op, taken: Sequence[_State], rows: _State) -> _State:
     return _Mixed(f"it computes with a mean over rows ({op.name})")
 
 
-def _dims(op: _Op, tensor: Tensor, made: Tensor) -> set[int]:
-    """Return the dimensions along which an operation looks at a tensor."""
-    given: Any = op.kwargs.get("dim")
-    if op.name in ("native_layer_norm", "_fused_rms_norm", "rms_norm"):
+def _dims(op: _Op, tensor: Tensor) -> set[int]:
+    """Return the dimensions along which an operation looks, of those that it leaves as long."""
+    if op.name in _NORMS:
         return set(range(tensor.dim() - len(op.args[1]), tensor.dim()))
-    if given is None:
-        given = next((arg for arg in op.args[1:] if isinstance(arg, int | list | tuple)), None)
-        if op.name == "topk":
-            given = op.args[2] if len(op.args) > 2 else -1
-        if op.name == "sort" and given is None:
-            given = -1
-    if op.name in ("slice", "select", "split", "split_with_sizes", "unbind") and given is None:
-        given = 0
-    if op.name in ("split", "split_with_sizes"):
-        given = op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0)
-    if given is None:
-        return set(range(tensor.dim()))
-    dims = [given] if isinstance(given, int) else list(given)
-    if op.name == "slice" and tensor.shape[dims[0]] == made.shape[dims[0]]:
-        start, end = (*op.args[2:4], None, None)[:2]
-        if not start and end in (None, tensor.shape[dims[0]], torch.iinfo(torch.int64).max):
-            return set()  # all of it, of any number of rows
-    return {dim % tensor.dim() for dim in dims} or set(range(tensor.dim()))
-
-
-def _pads(op: _Op, num_dims: int) -> bool:
-    pads = op.args[1] if op.name == "constant_pad_nd" else ()
-    return len(pads) == 2 * num_dims and any(pads[-2:])
-
-
-def _is_product_by_rows(op: _Op, taken: Sequence[_State], rows: _Rows) -> bool:
-    """Return whether no row of a matrix product depends on another one."""
-    left, right = taken[-2:]
-    if op.name == "bmm":
-        if isinstance(right, _Rows):
-            return isinstance(left, _Rows) and left.dim == right.dim == rows.dim == 0
-        return isinstance(left, _Rows) and left.dim == rows.dim and left.dim != 2
-    return right is None and isinstance(left, _Rows) and left.dim == 0 and rows.dim == 0
+    place = {"split": 2, "split_with_sizes": 2, "slice": 1, "cumsum": 1}.get(
+        op.name, 1 if "softmax" in op.name else None
+    )
+    if place is None:
+        return set()  # what it looked along is gone
+    dim = op.args[place] if len(op.args) > place else op.kwargs.get("dim", 0)
+    start, end = (*op.args[2:4], None, None)[:2]
+    is_all = not start and end in (None, tensor.shape[dim], torch.iinfo(torch.int64).max)
+    return set() if op.name == "slice" and is_all else {dim % tensor.dim()}
 
 
 _DROPOUTS = frozenset({"native_dropout"})
@@ -552,36 +503,29 @@ _POINTWISE = frozenset(
     empty_like masked_fill masked_fill_ where native_dropout contiguous floor_divide
     """.split()
 )
-_SIZED = (
-    (_CONSTANT - {"ones_like", "zeros_like", "full_like", "scalar_tensor"})
-    | {"view", "_unsafe_view", "reshape", "_reshape_alias", "arange", "slice"}
-    | {"native_group_norm"}
-)
+_SIZED = (_CONSTANT - {"ones_like", "zeros_like", "full_like", "scalar_tensor"}) | {
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "_reshape_alias",
+    "arange",
+    "slice",
+}
 _SAME = frozenset("_to_copy clone detach alias lift_fresh".split())
 _VIEWS = frozenset(
     "view _unsafe_view reshape _reshape_alias unsqueeze squeeze expand flatten".split()
 )
 _MOVES = frozenset("permute transpose t".split())
-_ALONG = frozenset(
+_NORMS = frozenset("native_layer_norm _fused_rms_norm rms_norm".split())
+_ALONG = _NORMS | frozenset(
     """
-    slice select split split_with_sizes unbind _softmax _log_softmax native_layer_norm
-    _fused_rms_norm rms_norm sum mean amax amin max min argmax argmin any all prod logsumexp var std
-    linalg_vector_norm norm cumsum cumprod sort topk argsort flip
+    slice select split split_with_sizes unbind _softmax _log_softmax cumsum sum mean amax amin max
+    min argmax argmin any all logsumexp linalg_vector_norm
     """.split()
 )
 _JOINS = frozenset("cat stack".split())
-_PRODUCTS = frozenset("mm addmm bmm".split())
-_FIRST = frozenset(
-    """
-    convolution max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d native_group_norm
-    upsample_nearest2d upsample_bilinear2d pixel_shuffle constant_pad_nd
-    """.split()
-)
-_TOGETHER = frozenset(
-    """
-    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
-    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention nll_loss_forward
-    """.split()
+_LEADING = frozenset(
+    "convolution constant_pad_nd max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d".split()
 )
 _LOSSES = frozenset(
     """

@@ -107,18 +107,16 @@ def prove(
     copy: Any = None
     forwards: list[Callable[..., Any]] = []
 
-    def run(given: Any, around: Callable[..., Any]) -> tuple[Tensor | None, list[tuple[Any, bool]]]:
-        logged: list[tuple[Any, bool]] = []
+    def run(given: Any, around: Callable[..., Any]) -> tuple[Tensor | None, list[Any]]:
+        logged: list[Any] = []
         num_rows = len(next(tensors_in(given)))
 
         def log(name: Any, value: Any = None, *_: Any, **how: Any) -> None:
             if how.get("reduce_fx", "mean") not in ("mean", torch.mean):
                 raise Unproven("it logs what is no mean over batches")
-            size = how.get("batch_size")
-            if size not in (None, num_rows):
+            if how.get("batch_size") not in (None, num_rows):
                 raise Unproven("it logs with a batch_size other than the batch's rows")
-            values = name.values() if isinstance(name, Mapping) else [value]
-            logged.extend((value, size is not None) for value in values)
+            logged.extend(name.values() if isinstance(name, Mapping) else [value])
 
         for block, forward, kind in zip(blocks, forwards, kinds, strict=True):
             copy.module_copy(block).__dict__["forward"] = around(forward, kind)
