@@ -265,8 +265,19 @@ class PipelineMonitor(Listening):
         if self._progress_bar:
             shown = {name: figures[key] for key, name in _IN_PROGRESS_BAR.items() if key in figures}
             pl_module.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
-        figures.update(self._plan_figures())
-        figures.update(_memory_figures(trainer))
+        if self._record is not None:
+            plan = self._record.plan
+            figures.update(
+                num_microbatches=plan.num_microbatches,
+                num_stages=plan.partition.num_stages,
+                round_size=plan.round_size,
+                team_size=plan.team_size,
+                num_plans=len(self._plans),
+            )
+        sizes = {"peak_host_gib": peak_host_bytes()}
+        if isinstance(trainer.strategy, RoundPipeStrategy):
+            sizes["peak_device_gib"] = trainer.strategy.peak_device_bytes
+        figures.update({name: size / _GIB for name, size in sizes.items() if size is not None})
         named = {_PREFIX + name: float(value) for name, value in figures.items()}
         pl_module.log_dict(named, batch_size=1)
         self._logged = [f"on_train_batch_end.{name}" for name in (*shown, *named)]
@@ -281,25 +292,6 @@ class PipelineMonitor(Listening):
         for result in [results[name] for name in self._logged if name in results]:
             result.reset()
         self._logged, self._have_reached_loggers = [], False
-
-    def _plan_figures(self) -> dict[str, float]:
-        if self._record is None:
-            return {}
-        plan = self._record.plan
-        return {
-            "num_microbatches": plan.num_microbatches,
-            "num_stages": plan.partition.num_stages,
-            "round_size": plan.round_size,
-            "team_size": plan.team_size,
-            "num_plans": len(self._plans),
-        }
-
-
-def _memory_figures(trainer: Trainer) -> dict[str, float]:
-    found = {"peak_host_gib": peak_host_bytes()}
-    if isinstance(trainer.strategy, RoundPipeStrategy):
-        found["peak_device_gib"] = trainer.strategy.peak_device_bytes
-    return {name: size / _GIB for name, size in found.items() if size is not None}
 
 
 def peak_host_bytes() -> int | None:

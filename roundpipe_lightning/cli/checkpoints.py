@@ -23,7 +23,7 @@ from roundpipe_lightning.checkpoint.folder import is_checkpoint_folder
 from roundpipe_lightning.checkpoint.io import read_checkpoint
 from roundpipe_lightning.cli.build import find_checkpoint, run_folder
 from roundpipe_lightning.cli.objects import build, read_adapters, run_explained
-from roundpipe_lightning.cli.summary import write_card
+from roundpipe_lightning.cli.train import write_card
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
 from roundpipe_lightning.models.export import (
     ExportOptions,

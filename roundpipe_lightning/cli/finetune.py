@@ -20,8 +20,7 @@ from torch import nn
 
 from roundpipe_commands import explain, name_machines
 from roundpipe_lightning.callbacks import PlanReport
-from roundpipe_lightning.cli.summary import summary_rows, trained_row, write_card
-from roundpipe_lightning.cli.train import run_training
+from roundpipe_lightning.cli.train import run_training, summary_rows, trained_row, write_card
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.models.hub import make_repository, push_folder

@@ -548,7 +548,9 @@ class MetaModel:
         return work_profile(
             self.module,
             Chain.from_stacks(self.stacks),
-            call=_read_once if reads_once else self._call,
+            call=(lambda root, *size: causal_lm_call(root.model, *size))
+            if reads_once
+            else self._call,
             compute_dtype=self.compute_dtype,
             fusion=LossFusion("fused") if self.is_fused and not reads_once else None,
             settings={"log": lambda *_, **__: None, "_device": torch.device("meta")},
@@ -560,7 +562,3 @@ class MetaModel:
             loss = loss_of(root.training_step(root.example_batch(sequences, seq_len)))
         assert loss is not None, "our modules return one"
         return loss
-
-
-def _read_once(root: Any, sequences: int, seq_len: int) -> Tensor:
-    return causal_lm_call(root.model, sequences, seq_len)

@@ -5,14 +5,23 @@ import logging
 import shlex
 import signal
 import sys
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning
+import torch
 from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import Callback
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from torch import nn
 
 from roundpipe_lightning.callbacks import ExportPretrained
+from roundpipe_lightning.callbacks.monitor import PipelineMonitor, peak_host_bytes
+from roundpipe_lightning.callbacks.pictures import PipelineTimeline
 from roundpipe_lightning.cli.build import (
     Run,
     build_run,
@@ -24,8 +33,13 @@ from roundpipe_lightning.cli.build import (
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
 from roundpipe_lightning.cli.job import whole
 from roundpipe_lightning.cli.objects import run_explained
-from roundpipe_lightning.cli.summary import print_summary, summarize, write_card
+from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.files import write_text
+from roundpipe_lightning.models.quantized import encodings_of
+from roundpipe_lightning.modules import Adapters, CausalLanguageModule
+from roundpipe_lightning.planning.report.description import count_text, size_text
+from roundpipe_lightning.planning.report.step_record import IdleCause
+from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 log = logging.getLogger(__name__)
@@ -191,3 +205,223 @@ def _save_plan(run: Run) -> None:
     strategy = run.trainer.strategy
     if isinstance(strategy, RoundPipeStrategy) and strategy.plan is not None:
         strategy.plan.save(Path(run.config.paths.output_dir) / "plan.json")
+
+
+def summarize(run: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """The figures of a run that has ended, whatever its strategy, and what it has measured.
+
+    docs/configuration.md defines each of them; a figure that the run did not have is None. The idle
+    shares are those of a `PipelineTimeline` among the callbacks.
+    """
+    statistics, strategy = run.statistics, run.trainer.strategy
+    figures: dict[str, Any] = {
+        "tokens_per_second": statistics.tokens_per_second,
+        "loss_first": statistics.loss_first,
+        "loss_last": statistics.loss_last,
+        "val_loss": metrics.get("val_loss"),
+        "test_loss": metrics.get("test_loss"),
+        "metrics": {
+            name: value
+            for name, value in metrics.items()
+            if name.startswith(("val_", "test_")) and not name.endswith("_loss")
+        },
+        "bubble_predicted": None,
+        "bubble_measured": None,
+        "peak_device_bytes": None,
+        "peak_host_bytes": peak_host_bytes(),
+        "num_workers": run.trainer.num_devices,
+        "num_microbatches": 1,
+        "num_steps": statistics.num_steps,
+    }
+    if isinstance(strategy, RoundPipeStrategy):
+        for timeline in run.callbacks:
+            if isinstance(timeline, PipelineTimeline):
+                figures["bubble_predicted"] = timeline.predicted_bubble_fraction
+                figures["bubble_measured"] = timeline.measured_bubble_fraction
+        figures["peak_device_bytes"] = strategy.peak_device_bytes
+        figures["num_workers"] = strategy.num_workers
+        figures["num_microbatches"] = strategy.num_microbatches
+    elif strategy.root_device.type != "cpu":
+        figures["peak_device_bytes"] = torch.accelerator.max_memory_allocated(strategy.root_device)
+    return figures
+
+
+def print_summary(run: Run, figures: Mapping[str, Any]) -> None:
+    """Print the figures in words on standard output, and where the run's folder is."""
+    unit = " nats per token" if isinstance(run.module, CausalLanguageModule) else ""
+    table = Table(title="This run", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    rows = (
+        trained_row(run.module),
+        summary_rows(figures, unit=unit),
+        monitored_rows(run.callbacks),
+    )
+    for row in chain(*rows):
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    folder = run.config.paths.output_dir
+    console.print(f"Everything is in {folder}", soft_wrap=True, highlight=False)
+
+
+def summary_rows(figures: Mapping[str, Any], *, unit: str) -> list[tuple[str, str]]:
+    """The rows of the table: what it is, and how it came out.
+
+    Args:
+        figures: Those of `summarize`.
+        unit: What follows a loss.
+    """
+    steps, workers = (count_text(figures[f"num_{noun}s"], noun) for noun in ("step", "worker"))
+    parts = count_text(figures["num_microbatches"], "microbatch")
+    rows = [("Training", f"{steps} of {parts} on {workers}")]
+    first, last = figures["loss_first"], figures["loss_last"]
+    if first is not None and last is not None:
+        rows.append(("Training loss", f"from {first:.2f} to {last:.2f}{unit}"))
+    for name, loss in (("Validation", figures["val_loss"]), ("Test", figures["test_loss"])):
+        if loss is not None:
+            rows.append((f"{name} loss", f"{loss:.2f}{unit}"))
+    rows += [(name, f"{value:.4g}") for name, value in figures["metrics"].items()]
+    if figures["tokens_per_second"] is not None:
+        rows.append(("Speed", f"{figures['tokens_per_second']:,.0f} tokens a second"))
+    measured, predicted = figures["bubble_measured"], figures["bubble_predicted"]
+    if measured is not None and predicted is not None:
+        idle = f"{measured:.0%} of the time ({predicted:.0%} expected)"
+        rows.append(("Workers waited", idle))
+    for name, key in (("on a device", "device"), ("of the process", "host")):
+        size = figures[f"peak_{key}_bytes"]
+        if size is not None:
+            rows.append((f"Most memory {name}", size_text(size)))
+    return rows
+
+
+def monitored_rows(callbacks: Iterable[Callback]) -> list[tuple[str, str]]:
+    """Rows of the summary's table that a `PipelineMonitor` has measured over the whole run."""
+    monitors = [callback for callback in callbacks if isinstance(callback, PipelineMonitor)]
+    figures = monitors[0].figures if monitors else {}
+    rows = []
+    if "tflop_per_second" in figures:
+        peak = figures.get("share_of_peak")
+        of_peak = "" if peak is None else f", {peak:.1%} of the devices' peak"
+        rows.append(("Arithmetic", f"{figures['tflop_per_second']:.3g} TFLOP/s{of_peak}"))
+    if "idle_share" in figures:
+        parts = {cause.value: figures[f"idle_{cause.value}_share"] for cause in IdleCause}
+        longest = sorted(parts.items(), key=lambda part: -part[1])
+        named = ", ".join(f"{name} {share:.0%}" for name, share in longest if share >= 0.005)
+        idle = f"{figures['idle_share']:.0%} of the time: {named}"
+        rows.append(("Idle altogether", idle))
+    return rows
+
+
+def trained_row(module: nn.Module) -> list[tuple[str, str]]:
+    """The row of the table that says how much is trained beside a frozen model; else none."""
+    adapters = getattr(module, "adapters", None)
+    if not isinstance(adapters, Adapters):
+        return []
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in module.parameters())
+    for layer in module.modules():  # a quantised weight counts as what it stands for
+        for name, encoding in encodings_of(layer).items():
+            packed = (getattr(layer, f"{name}_{part}") for part in ("codes", "scales"))
+            total += encoding.shape.numel() - sum(tensor.numel() for tensor in packed)
+    share = f"{trained / total:.2%}" if total else "nothing to train"
+    return [("Trained (peft)", f"{adapters.method}: {trained:,} of {total:,} parameters ({share})")]
+
+
+_SERVE_MODEL = """\
+```bash
+vllm serve {folder}
+
+python llama.cpp/convert_hf_to_gguf.py {folder} --outfile model.gguf --outtype q8_0
+llama-server -m model.gguf
+
+echo 'FROM ./model.gguf' > Modelfile
+ollama create {name} -f Modelfile && ollama run {name}
+```"""
+
+_SERVE_ADAPTER = """\
+```bash
+vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={folder}
+
+hf download {base} --local-dir base
+python llama.cpp/convert_hf_to_gguf.py base --outfile base.gguf --outtype q8_0
+python llama.cpp/convert_lora_to_gguf.py {folder} --base base --outfile adapter.gguf
+llama-server -m base.gguf --lora adapter.gguf
+
+printf 'FROM ./base.gguf\\nADAPTER ./adapter.gguf\\n' > Modelfile
+ollama create {name} -f Modelfile && ollama run {name}
+```
+
+`roundpipe-export merge=true` merges the adapter into its base, which needs no base beside it."""
+
+
+def write_card(folder: Path, run: Path, *, name: str | None = None) -> None:
+    """Write `README.md` into an exported folder, from the files of the run.
+
+    Paths of this machine are left out, since the folder is made to be published.
+
+    Args:
+        folder: The export.
+        run: The run's folder, with `config.yaml`; `summary.json` and `plan.json` where they are.
+        name: Of the model on the hub; None: the folder.
+    """
+    config: Any = OmegaConf.load(run / "config.yaml")
+    summary = run / "summary.json"
+    figures = summary_rows(json.loads(summary.read_bytes()), unit="") if summary.exists() else []
+    adapter = folder / "adapter_config.json"
+    settings = json.loads(adapter.read_text("utf-8")) if adapter.is_file() else None
+    base = _public(config.model.get("hub_name"))
+    header = {"library_name": "transformers" if settings is None else "peft"}
+    if base and "/" in base:
+        header["base_model"] = base
+    if not config.module["_target_"].endswith(("ClassificationModule", "RewardModule")):
+        header["pipeline_tag"] = "text-generation"
+    serve = _SERVE_MODEL if settings is None else _SERVE_ADAPTER
+    files = config.data.get("files") or ()
+    names = [_public(str(file)) or "" for file in ([files] if isinstance(files, str) else files)]
+    title = (name or folder.resolve().name).rpartition("/")[2]
+    rows = [
+        ("Base", base or "random weights"),
+        ("Learned", config.module["_target_"].rpartition(".")[2]),
+        ("Data", ", ".join(names) or config.data["_target_"]),
+        *figures,
+        *(
+            (key, str(OmegaConf.select(config, key)))
+            for key in ("data.seq_len", "data.batch_size", "optimizer.lr", "trainer.precision")
+        ),
+    ]
+    lines = [
+        "---",
+        *(f"{key}: {value}" for key, value in header.items()),
+        "tags: [roundpipe_lightning]",
+        "---",
+        f"# {title}",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {key} | {value} |" for key, value in rows),
+        *_plan(run / "plan.json"),
+        "",
+        "## Serve it",
+        "",
+        serve.format(
+            folder=name or ".",
+            name=title,
+            base=base or "BASE",
+            rank=max(8, (settings or {}).get("r") or 8),
+        ),
+    ]
+    write_text(folder / "README.md", "\n".join(lines) + "\n")
+
+
+def _plan(path: Path) -> list[str]:
+    try:
+        plan = Plan.load(path)
+    except PlanError:  # the run was not one of round-robin workers, or of another version
+        return []
+    text = f"{plan.partition}, {plan.num_microbatches} microbatches, {plan.num_workers} workers"
+    return ["", "## The plan it was trained by", "", f"```text\n{text}\n```"]
+
+
+def _public(name: str | None) -> str | None:
+    """A hub name as it is; of a path of this machine the last part."""
+    return name if name is None or not Path(name).exists() else Path(name).name

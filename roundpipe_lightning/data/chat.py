@@ -75,7 +75,7 @@ class ChatDataModule(FileDataModule):
 
     @override
     def encode(self, record: Record) -> list[Sample]:
-        content = self.content(record)
+        content = self.forms.read(record)
         if content.text is not None:
             whole = text_sample(content.text, self.tokenizer, name=self.tokenizer_name)
             starts = range(0, len(whole) - 1, self.seq_len)
@@ -90,7 +90,7 @@ class ChatDataModule(FileDataModule):
                     f"{' as far as it is kept' if len(sample) < len(whole) else ''}, so there is "
                     "nothing to learn. Remove it, or set data.no_target=drop."
                 )
-            self.skip("without a word of the assistant")
+            self.skipped["without a word of the assistant"] += 1
             return []
         return [] if sample is None else [sample]
 
@@ -298,13 +298,13 @@ class PreferenceDataModule(FileDataModule):
 
     @override
     def encode(self, record: Record) -> Sequence[Any]:
-        content = self.content(record)
+        content = self.forms.read(record)
         chosen, rejected = (
             self._answer([*content.messages, *answer], name, record)
             for name, answer in zip(("chosen", "rejected"), content.answers, strict=True)
         )
         if chosen is None or rejected is None:
-            self.skip(f"longer than data.seq_len={self.seq_len} tokens")
+            self.skipped[f"longer than data.seq_len={self.seq_len} tokens"] += 1
             return []
         if torch.equal(chosen.input_ids, rejected.input_ids):
             raise DataError(
@@ -354,13 +354,13 @@ class JudgedDataModule(PreferenceDataModule):
 
     @override
     def encode(self, record: Record) -> list[Judged]:
-        content = self.content(record)
+        content = self.forms.read(record)
         if content.desirable is None:
             return [(s, n == 0) for pair in super().encode(record) for n, s in enumerate(pair)]
         [answer] = content.answers
         sample = self._answer([*content.messages, *answer], "completion", record)
         if sample is None:
-            self.skip(f"longer than data.seq_len={self.seq_len} tokens")
+            self.skipped[f"longer than data.seq_len={self.seq_len} tokens"] += 1
         return [] if sample is None else [(sample, content.desirable)]
 
     @override

@@ -240,15 +240,12 @@ def _part(part: Any, number: int, place: str) -> dict[str, Any]:
     if kind in ("image_url", "image", "input_image"):
         names = ("image_url", "image", "url", "path", "base64")
         image: Any = next((given[name] for name in names if name in given), None)
-        return {"type": "image", "image": image["url"] if _is_address(image) else image}
+        address = isinstance(image, Mapping) and isinstance(image.get("url"), str)
+        return {"type": "image", "image": image["url"] if address else image}
     raise DataError(
         f"{place}: message {number} has a part of type {kind!r}. Texts and images are known: "
         '{"type": "text", "text": "..."}, {"type": "image_url", "image_url": {"url": "a.png"}}.'
     )
-
-
-def _is_address(image: Any) -> bool:
-    return isinstance(image, Mapping) and isinstance(image.get("url"), str)
 
 
 _IMAGE = "<image>"

@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
-from roundpipe_lightning.data.forms import Content, Forms
+from roundpipe_lightning.data.forms import Forms
 from roundpipe_lightning.data.records import (
     Record,
     RecordFiles,
@@ -165,11 +165,7 @@ class TokenDataModule(LightningDataModule):
             **settings,
         )
 
-    def test_dataloader(self) -> DataLoader[Any]:
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        return self.val_dataloader()
+    test_dataloader = predict_dataloader = val_dataloader
 
     def collate(self) -> Callable[[list[Row]], Any] | None:
         """Function that makes a batch of rows; None stacks their tensors."""
@@ -208,7 +204,7 @@ class FileDataModule(TokenDataModule):
 
     @abstractmethod
     def encode(self, record: Record) -> Sequence[Any]:
-        """Make samples of a record; with none it is left out, and `skip` says why.
+        """Make samples of a record; with none it is left out, and counted in `skipped` by reason.
 
         Raises:
             DataError: The record cannot be used.
@@ -228,10 +224,6 @@ class FileDataModule(TokenDataModule):
             The rows, none if there are not enough samples, and the samples that are left.
         """
         raise NotImplementedError
-
-    def content(self, record: Record) -> Content:
-        """What a record says; see `Forms.read`."""
-        return self.forms.read(record)
 
     @property
     def tokenizer(self) -> Any:
@@ -266,10 +258,6 @@ class FileDataModule(TokenDataModule):
             )
         return int(tokenizer.pad_token_id)
 
-    def skip(self, reason: str) -> None:
-        """Count a sample that is left out."""
-        self.skipped[reason] += 1
-
     def fit_length(self, sample: Sample, *, place: str) -> Sample | None:
         """Bring a sample within `seq_len` tokens; None: it is to be left out, and was counted.
 
@@ -278,7 +266,7 @@ class FileDataModule(TokenDataModule):
         """
         fitting = self.options.policy.apply(sample, limit=self.seq_len, place=place)
         if fitting is None:
-            self.skip(f"longer than data.seq_len={self.seq_len} tokens")
+            self.skipped[f"longer than data.seq_len={self.seq_len} tokens"] += 1
         return fitting
 
     @override

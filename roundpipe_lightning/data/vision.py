@@ -81,13 +81,13 @@ class VisionDataModule(FileDataModule):
 
     @override
     def encode(self, record: Record) -> list[SeenSample]:
-        content = self.content(record)
+        content = self.forms.read(record)
         options = {"tools": content.tools} if content.tools else {}
         folder = Path(record.part).parent
         whole = self._encoder.seen(content.messages, folder, options, place=record.place)
         sample = self.fit_length(whole, place=record.place)
         if sample is not None and sample.num_targets == 0:
-            self.skip("without a word of the assistant")
+            self.skipped["without a word of the assistant"] += 1
             return []
         return [] if sample is None else [whole]
 

@@ -10,7 +10,7 @@ import torch
 
 from roundpipe_lightning import PipelineMonitor, PlanReport
 from roundpipe_lightning.cli.callbacks import GracefulInterrupt, MetricsFile, RunStatistics
-from roundpipe_lightning.cli.summary import monitored_rows, summary_rows
+from roundpipe_lightning.cli.train import monitored_rows, summary_rows
 from roundpipe_lightning.modules import CausalLanguageModule
 from tests.kit.runs import SUMMARY_KEYS, run_here
 from tests.kit.training import Regressor, make_trainer, regression_data

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import roundpipe_commands
 from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
 from roundpipe_lightning.cli.checkpoints import export
-from roundpipe_lightning.cli.summary import write_card
+from roundpipe_lightning.cli.train import write_card
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.weight_files import MARKER
 from roundpipe_lightning.modules import ModelSource

@@ -14,8 +14,7 @@ from roundpipe_lightning import finetune
 from roundpipe_lightning.cli.build import build_run
 from roundpipe_lightning.cli.checkpoints import export
 from roundpipe_lightning.cli.objects import read_adapters
-from roundpipe_lightning.cli.summary import trained_row
-from roundpipe_lightning.cli.train import train
+from roundpipe_lightning.cli.train import train, trained_row
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, DataError
 from roundpipe_lightning.modules import ModelSource, byte_level_tokenizer
 from roundpipe_lightning.planning.model.hardware import config_folder

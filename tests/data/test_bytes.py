@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundpipe_lightning.data import ByteDataModule, TextFolder
-from roundpipe_lightning.data.bytes import DOCUMENT_SEPARATOR, NUM_TOKENS, find_files, pack
+from roundpipe_lightning.data.text import DOCUMENT_SEPARATOR, NUM_TOKENS, find_files, pack
 from roundpipe_lightning.errors import ConfigurationError
 
 
