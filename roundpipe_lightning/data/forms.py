@@ -184,7 +184,7 @@ def check_messages(value: Any, *, place: str) -> Sequence[Message]:
             no content.
     """
     value = _from_json(value)
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+    if not _is_list(value) or not value:
         raise DataError(
             f"{place}: a conversation is a list of messages, and not an empty one, such as "
             '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
@@ -217,12 +217,17 @@ def _message(given: Any, number: int, place: str) -> Message:
                 "or 0."
             )
     content: Any = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
+    if _is_list(content):
         parts = [_part(part, number, place) for part in content]
         sees = any(part["type"] == "image" for part in parts)
         message["content"] = content = parts if sees else "".join(p["text"] for p in parts)
-    is_text = isinstance(content, str)
-    if not message.get("tool_calls") and not (content.strip() if is_text else content):
+    if content is not None and not isinstance(content, (str, list)):
+        raise DataError(
+            f"{place}: the content of message {number} ({role}) is neither a text nor a list of "
+            "texts and images."
+        )
+    is_empty = not (content.strip() if isinstance(content, str) else content)
+    if is_empty and not message.get("tool_calls"):
         raise DataError(
             f"{place}: message {number} ({role}) has no content. Give it one or remove it."
         )
@@ -258,9 +263,8 @@ def _with_images(record: Record, messages: Sequence[Message]) -> Sequence[Messag
     Without places they are at the beginning of the first message of the user.
     """
     beside = record.fields.get("images", record.fields.get("image"))
-    beside = [beside] if isinstance(beside, (str, Mapping)) else beside
-    images = list(beside or ())
-    if not images:
+    images = list(beside) if _is_list(beside) else [beside]
+    if beside is None or beside == "" or not images:
         return messages
     found: list[dict[str, Any]] = []
     for message in messages:
@@ -295,6 +299,10 @@ def _with_images(record: Record, messages: Sequence[Message]) -> Sequence[Messag
     return found
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def _from_json(value: Any) -> Any:
     """A list or an object that a column of a table holds as JSON."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
@@ -316,23 +324,18 @@ def _speaks(record: Record) -> str:
 
 
 def _messages(name: str) -> Callable[[Record], Content]:
-    def read(record: Record) -> Content:
-        messages = check_messages(record.get(name), place=record.place)
-        return _conversation(record, messages)
-
-    return read
+    return lambda record: _conversation(record, record.get(name))
 
 
 def _share_gpt(record: Record) -> Content:
-    turns = _from_json(record.get("conversations"))
-    return _conversation(record, check_messages(_turns(turns, record), place=record.place))
+    return _conversation(record, _turns(_from_json(record.get("conversations")), record))
 
 
 def _turns(turns: Any, record: Record) -> list[Message]:
     messages: list[Message] = []
     for number, turn in enumerate(turns, start=1):
         speaker = turn.get("from") if isinstance(turn, Mapping) else None
-        if speaker not in _SPEAKERS:
+        if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             raise DataError(
                 f"{record.place}: turn {number} is from {speaker!r}. Known are "
                 f"{', '.join(_SPEAKERS)}."
@@ -349,23 +352,25 @@ def _turns(turns: Any, record: Record) -> list[Message]:
 def _instruction(record: Record) -> list[Message]:
     """What Alpaca's fields before the answer say."""
     messages = []
-    for question, answer in _from_json(record.fields.get("history")) or ():
-        messages += [*_said("user", question), *_said("assistant", answer)]
+    history = _from_json(record.fields.get("history")) or ()
+    if not _is_list(history) or not all(_is_list(pair) and len(pair) == 2 for pair in history):
+        raise DataError(
+            f"{record.place}: the field 'history' is no list of pairs of a question and its answer."
+        )
+    for question, answer in history:
+        messages += [*_said("user", question, record), *_said("assistant", answer, record)]
     asked = [record.get("instruction"), record.fields.get("input")]
-    return [*messages, *_said("user", "\n\n".join(str(text) for text in asked if text))]
+    return [*messages, *_said("user", "\n\n".join(str(text) for text in asked if text), record)]
 
 
 def _alpaca(record: Record) -> Content:
-    messages = [*_instruction(record), *_given("assistant", record, "output")]
-    return _conversation(record, check_messages(messages, place=record.place))
+    return _conversation(record, [*_instruction(record), *_given("assistant", record, "output")])
 
 
 def _question(prompt: str, answer: str) -> Callable[[Record], Content]:
-    def read(record: Record) -> Content:
-        asked, said = (_given("user", record, prompt), _given("assistant", record, answer))
-        return _conversation(record, check_messages([*asked, *said], place=record.place))
-
-    return read
+    return lambda record: _conversation(
+        record, [*_given("user", record, prompt), *_given("assistant", record, answer)]
+    )
 
 
 def _judged(record: Record) -> Content:
@@ -393,41 +398,41 @@ def _before(record: Record) -> Sequence[Message]:
     """What is before the answers of a pair."""
     fields = record.fields
     if fields.get("conversations") is not None:
-        before: Any = _said("user", fields["conversations"])
+        before: Any = _said("user", fields["conversations"], record)
     elif fields.get("instruction") is not None:
         before = _instruction(record)
     else:
         names = ("prompt", "question", "input")
         asked = next((fields[name] for name in names if fields.get(name) is not None), None)
-        before = None if asked is None else _said("user", asked)
+        before = None if asked is None else _said("user", asked, record)
     if before is None:
         return ()
-    messages = check_messages(before, place=record.place)
-    return _conversation(record, messages).messages
+    return _conversation(record, before).messages
 
 
 def _given(role: str, record: Record, name: str) -> list[Any]:
     """What a field says, which a text alone must not leave empty."""
     value = record.get(name)
     is_text = isinstance(value, str) or not isinstance(value, (Mapping, Sequence))
-    return _said(role, record.text(name) if is_text else value)
+    return _said(role, record.text(name) if is_text else value, record)
 
 
-def _said(role: str, value: Any) -> list[Any]:
+def _said(role: str, value: Any, record: Record) -> list[Any]:
     """Messages, turns or a text as messages."""
     value = _from_json(value)
     if isinstance(value, Mapping):
         value = [value]
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if _is_list(value):
         first = value[0] if value else None
         if isinstance(first, Mapping) and "from" in first:
-            return _turns(value, Record(fields={}, place="a turn"))
+            return _turns(value, record)
         return list(value)
     return [{"role": role, "content": value}]
 
 
-def _conversation(record: Record, messages: Sequence[Message]) -> Content:
+def _conversation(record: Record, given: Any) -> Content:
     """A conversation with what stands beside it."""
+    messages = check_messages(given, place=record.place)
     system = record.fields.get("system") or record.fields.get("system_prompt")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]

@@ -79,6 +79,7 @@ def test_both_texts_of_a_pair_are_in_one_row(tmp_path: Path) -> None:
         ({**GOOD, "chosen": ""}, r"the field 'chosen' is empty"),
         ({**GOOD, "chosen": [user("x")]}, r"'chosen' does not end with an answer"),
         ({"chosen": "yes", "rejected": "no"}, r"'chosen' does not end with an answer.*prompt"),
+        ({**GOOD, "prompt": [{"from": "us", "value": "?"}]}, r"turn 1 is from 'us'"),
         ({**GOOD, "chosen": "y" * 200}, r"tokens, more than data\.seq_len=96"),
     ],
 )

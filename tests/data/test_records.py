@@ -253,9 +253,13 @@ def test_calls_of_tools_and_own_names_of_fields_are_read() -> None:
         ({"chosen": "a", "rejected": "b"}, r"preference pairs .*module=preference data=preference"),
         ({"conversations": [{"from": "us", "value": "a"}]}, r"turn 1 is from 'us'\. Known are hum"),
         ({"instruction": "q", "output": ""}, r"the field 'output' is empty\. Remove"),
+        ({"instruction": "q", "output": "a", "history": ["q"]}, r"'history' is no list of pairs"),
         ({"question": "q", "answer": None, "response": 3}, r"field 'answer' is null \(question/an"),
         ({"prompt": "q", "completion": "a", "label": False}, r"judged as unwanted .*module=kto"),
         ({"prompt": "q", "completion": 3}, r"the field 'completion' is a value of type int"),
+        ({"messages": [{**ASKED, "content": 3}]}, r"content of message 1 \(user\) is neither a te"),
+        ({"conversations": [{"from": ["us"], "value": "a"}]}, r"turn 1 is from \['us'\]"),
+        ({"messages": [ASKED], "image": 3}, r"message 1 has an image"),
         ({"messages": [{**ASKED, "train": "yes"}]}, r"message 1 has train='yes'\. Use true or"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
