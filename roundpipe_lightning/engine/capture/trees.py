@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+#: Types of what has no children, of all that travels most: a look at abstract classes is expensive.
+_LEAVES = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype})
 
 
 def children_of(node: Any) -> Iterator[tuple[Any, Any]]:
@@ -17,7 +22,7 @@ def children_of(node: Any) -> Iterator[tuple[Any, Any]]:
     dataclass instances.
     """
     if isinstance(node, Tensor):
-        return  # without a look at abstract classes, which is expensive
+        return
     if isinstance(node, Mapping):
         yield from ((key, node[key]) for key in node)
     elif dataclasses.is_dataclass(node) and not isinstance(node, type):
@@ -51,7 +56,15 @@ def map_tensors(function: Callable[[Tensor], Any], node: Any) -> Any:
 
 def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
     """Replace all that is no container in nested containers; what stays the same is kept."""
-    before = dict(children_of(node))
+    kind = type(node)
+    if kind in _LEAVES:
+        return function(node)
+    if kind is tuple or kind is list:  # as below, without keys
+        mapped = [map_leaves(function, child) for child in node]
+        if all(map(operator.is_, mapped, node)):
+            return node or function(node)
+        return kind(mapped)
+    before = node if kind is dict else dict(children_of(node))
     if not before:
         return function(node)
     after = {key: map_leaves(function, child) for key, child in before.items()}
@@ -61,10 +74,29 @@ def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
 
 
 def tensors_in(node: Any) -> Iterator[Tensor]:
+    kind = type(node)
     if isinstance(node, Tensor):
         yield node
-    for _, child in children_of(node):
-        yield from tensors_in(child)
+    elif kind is tuple or kind is list or kind is dict:
+        for child in node.values() if kind is dict else node:
+            yield from tensors_in(child)
+    elif kind not in _LEAVES:
+        for _, child in children_of(node):
+            yield from tensors_in(child)
+
+
+def parameters_in(module: nn.Module) -> list[nn.Parameter]:
+    """Return what `parameters()` gives, in another order, without the names that it makes."""
+    found: list[nn.Parameter] = []
+    seen: set[int] = set()
+    left: list[Any] = [module]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            found += [p for p in one._parameters.values() if p is not None]  # noqa: SLF001
+            left += one._modules.values()  # noqa: SLF001
+    return found
 
 
 def containers_in(node: Any) -> Iterator[list[Any] | dict[Any, Any]]:

@@ -37,7 +37,6 @@ from torch import nn
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - frozenset(_TABLES)
-_EVERY_MODULE_HAS = _MODULE_INTERNALS | frozenset(_TABLES)
 
 DELETED: Any = object()
 """Marker that a view passes in place of a value when an attribute is deleted."""
@@ -373,6 +372,7 @@ class ViewMaker:
     Args:
         write: Called when an attribute was written on a view: with the original, the name and the
             value, or DELETED.
+        is_fixed: Whether what stands for a parameter stays the same.
     """
 
     def __init__(
@@ -382,7 +382,9 @@ class ViewMaker:
         buffer: Callable[[Any], Any],
         classes: ViewClasses,
         write: Callable[[nn.Module, str, Any], None] = write_through,
+        is_fixed: bool = False,
     ) -> None:
+        self._is_fixed = is_fixed
         self._write = write
         self._parameter = parameter
         self._buffer = buffer
@@ -450,14 +452,23 @@ class ViewMaker:
             "_gone": set(),
             "_class_swapped": False,
         }
-        own.update({name: state[name] for name in _MODULE_INTERNALS if name in state})
-        for name in state.keys() - _EVERY_MODULE_HAS:
-            if hasattr(base, name):
-                own[name] = _rebound(state[name], module, view)
+        for name, value in state.items():
+            if name in _MODULE_INTERNALS:
+                own[name] = value
+            elif name not in _TABLES and hasattr(base, name):
+                own[name] = _rebound(value, module, view)
         own["_compiled_call_impl"] = None  # of Module.compile(): it would run the original
         if is_compiled_wrapper(module):  # so would what torch.compile(module) returns
             own["forward"] = uncompiled(view)
-        own["_parameters"] = LazyTable(state["_parameters"], self._parameter)
         own["_buffers"] = LazyTable(state["_buffers"], self._buffer)
-        own["_modules"] = LazyTable(state["_modules"], self.view_of)
+        if self._is_fixed:
+            own["_parameters"] = _placed(state["_parameters"], self._parameter)
+            own["_modules"] = _placed(state["_modules"], self.view_of)
+        else:
+            own["_parameters"] = LazyTable(state["_parameters"], self._parameter)
+            own["_modules"] = LazyTable(state["_modules"], self.view_of)
         object.__setattr__(view, "__dict__", own)
+
+
+def _placed(entries: Mapping[str, Any], place: Callable[[Any], Any]) -> dict[str, Any]:
+    return {name: None if entry is None else place(entry) for name, entry in entries.items()}

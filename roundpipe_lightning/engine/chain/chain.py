@@ -83,7 +83,9 @@ class Chain:
             count = counts[link.block]
             name = link.name if count == 1 else f"{link.name}#{count}"
             # The first call may have been planned behind others, which were not made.
-            numbered.append(replace(link, name=name, cut=link.cut and bool(numbered)))
+            cut = link.cut and bool(numbered)
+            is_same = (name, cut) == (link.name, link.cut)
+            numbered.append(link if is_same else replace(link, name=name, cut=cut))
         others = tuple(block for block in blocks if block not in counts)
         return cls(links=tuple(numbered), others=others)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from roundpipe_lightning.engine.capture.trees import parameters_in
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import HostEvent
 from roundpipe_lightning.engine.store.flat_buffers import (
@@ -109,6 +110,7 @@ class HostStore:
             p: flat for group in groups for flat in group.buffers for p in flat.members
         }
         self._of_block = {block: tuple(block.parameters()) for block in blocks}
+        self._ids_of_block = {b: frozenset(map(id, ps)) for b, ps in self._of_block.items()}
         self._pinned_by: Device | None = None
         #: The end of a parameter's last update, where parameters change while a step runs.
         self.updates: dict[nn.Parameter, HostEvent] = {}
@@ -156,9 +158,9 @@ class HostStore:
         Raises:
             ConfigurationError: Naming them.
         """
-        for block, known in self._of_block.items():
-            if not set(known).issuperset(block.parameters()):
-                names = [name for name, p in block.named_parameters() if p not in set(known)]
+        for block, known in self._ids_of_block.items():
+            if not known.issuperset(map(id, parameters_in(block))):
+                names = [name for name, p in block.named_parameters() if id(p) not in known]
                 raise ConfigurationError(
                     f"A block ({type(block).__name__}) has parameters that it had not when the "
                     f"strategy set the workers up: {', '.join(names[:3])}. Load values in place, "

@@ -243,6 +243,7 @@ class ResidentBlocks:
             buffer=self._buffers.place,
             classes=classes,
             write=self._write,
+            is_fixed=True,
         )
 
     def bring(self, blocks: Iterable[nn.Module]) -> None:

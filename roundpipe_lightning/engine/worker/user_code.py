@@ -40,7 +40,7 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     name_of,
     without_autocast,
 )
-from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
+from roundpipe_lightning.engine.capture.trees import map_tensors, parameters_in, tensors_in
 from roundpipe_lightning.engine.capture.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype, sum_wide
@@ -130,7 +130,7 @@ class UserCode(TorchFunctionMode):
         self._classes = classes
         self._outside = outside
         self._resident: ResidentBlocks | None = None
-        self._masters = frozenset(map(id, module.parameters()))  # hashes of tensors are slow
+        self._masters = frozenset(map(id, parameters_in(module)))  # hashes of tensors are slow
         self._gathers = False
         self.leaves: dict[tuple[int, nn.Parameter], nn.Parameter] = {}
         #: Those that were rounded, with leaves of the whole values where these were used.

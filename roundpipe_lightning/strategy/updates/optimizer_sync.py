@@ -34,6 +34,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from roundpipe_lightning.engine.capture.trees import parameters_in
 from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.update.hosts_update import NormClip
 from roundpipe_lightning.engine.update.partial_step import has_hooks, reason_not_separable
@@ -413,7 +414,11 @@ class TrainedParameters:
     def __init__(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         self._module = module
         self._optimizers = optimizers
-        self._seen = {p for p in module.parameters() if p.requires_grad}
+        self._note()
+
+    def _note(self) -> None:
+        self._seen = {p for p in self._module.parameters() if p.requires_grad}
+        self._ids = set(map(id, self._seen))  # hashes of tensors are slow
 
     def check(self) -> None:
         """Refuse parameters that came or were frozen since, unless an optimizer has them.
@@ -421,8 +426,8 @@ class TrainedParameters:
         Raises:
             ConfigurationError: Naming the first.
         """
-        trained = {p for p in self._module.parameters() if p.requires_grad}
-        if trained <= self._seen and len(trained) == len(self._seen):
+        trained = {id(p) for p in parameters_in(self._module) if p.requires_grad}
+        if trained == self._ids:
             return
         members: set[Tensor] = {
             p for optimizer in self._optimizers for g in optimizer.param_groups for p in g["params"]
@@ -442,7 +447,7 @@ class TrainedParameters:
                     "state stay in memory. Freeze it before `configure_optimizers`, or give it a "
                     "learning rate of 0 in a parameter group of its own."
                 )
-        self._seen = trained
+        self._note()
 
 
 def check_gradients(
