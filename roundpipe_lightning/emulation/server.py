@@ -25,14 +25,6 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from roundpipe_lightning.emulation.links import (
-    Copy,
-    CopyEvent,
-    EmulatedEvent,
-    HostMemory,
-    LinkQueue,
-    MarkEvent,
-)
 from roundpipe_lightning.emulation.placement import device_of
 from roundpipe_lightning.emulation.race_checker import ProtocolChecker, Stamp, WatchedOperations
 from roundpipe_lightning.emulation.tagged_tensor import (
@@ -46,8 +38,14 @@ from roundpipe_lightning.emulation.tagged_tensor import (
 )
 from roundpipe_lightning.emulation.timing import (
     ComputeQueue,
+    Copy,
+    CopyEvent,
+    EmulatedEvent,
     EmulatedTiming,
     HostClock,
+    HostMemory,
+    LinkQueue,
+    MarkEvent,
     ServerClock,
 )
 from roundpipe_lightning.engine.device.base import CopyQueue, Device

@@ -6,8 +6,10 @@ compute queue [ work ][ work ]..[ work ]                            computed tim
 link               [ copy, 2 ms ][ copy, 1 ms ]                     computed times
 ```
 
-docs/emulation.md (time) says how ends are computed. A thread that has waited for the device goes on
-as if it had woken up in time (`HostClock`).
+Copies are served by the server's clock, in the order of their computed times. A device waits for an
+event without the host learning of it; a host thread that waits then knows, which the race checker
+notes. A thread that has waited for the device goes on as if it had woken up in time (`HostClock`).
+docs/emulation.md (time) says how ends are computed.
 """
 
 from __future__ import annotations
@@ -17,9 +19,15 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+from roundpipe_lightning.emulation.race_checker import HOST, ProtocolChecker, Stamp
+from roundpipe_lightning.engine.device.events import Callback, Event, block_until
 from roundpipe_lightning.errors import ConfigurationError
 
 
@@ -213,3 +221,340 @@ class ComputeQueue:
         """Times of compute since `restart`, as (start, end), in order."""
         with self._mutex:
             return tuple(self._spans)
+
+
+class EmulatedEvent(Event):
+    """A moment of a device's queue.
+
+    Args:
+        host: The time of the threads that wait for it.
+        checker: Learns what they know, or None.
+        stamp: What will have ended.
+    """
+
+    def __init__(
+        self, name: str, *, host: HostClock, checker: ProtocolChecker | None, stamp: Stamp
+    ) -> None:
+        self.name = name
+        self.stamp = stamp
+        self._host = host
+        self._checker = checker
+
+    # ------------------------------------------------ as devices see it: the host learns nothing
+
+    @property
+    @abstractmethod
+    def has_happened(self) -> bool:
+        """Whether the event has happened, on the server's clock."""
+
+    @abstractmethod
+    def await_seconds(self) -> float:
+        """Wait until it has, and return when."""
+
+    @abstractmethod
+    def when_happened(self, callback: Callback) -> None:
+        """Call back once it has, or at once."""
+
+    def hold(self) -> None:
+        """Let the calling thread wait because its device does."""
+        since = self._host.now()
+        self._host.woke_for(self.await_seconds(), since=since)
+
+    # -------------------------------------------------------- as the host sees it, which then knows
+
+    @property
+    def is_done(self) -> bool:
+        if not self.has_happened:
+            return False
+        self._tell_checker()
+        return True
+
+    def wait(self) -> None:
+        self.hold()
+        self._tell_checker()
+
+    def when_done(self, callback: Callback) -> None:
+        """Call back once it has happened, from the clock's thread; at once if it has already."""
+
+        def call() -> None:
+            self._tell_checker()
+            callback()
+
+        self.when_happened(callback if self._checker is None else call)
+
+    def _tell_checker(self) -> None:
+        if self._checker is not None:
+            self._checker.wait(HOST, self.stamp)
+
+
+class MarkEvent(EmulatedEvent):
+    """The end of what a device had to compute, which is known when the mark is made."""
+
+    def __init__(
+        self, name: str, *, compute: ComputeQueue, clock: ServerClock, **given: Any
+    ) -> None:
+        super().__init__(name, **given)
+        self._clock = clock
+        self._seconds = compute.mark()
+
+    @property
+    def has_happened(self) -> bool:
+        return time.perf_counter() >= self._seconds
+
+    def await_seconds(self) -> float:
+        left = self._seconds - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        return self._seconds
+
+    def when_happened(self, callback: Callback) -> None:
+        if self.has_happened:
+            callback()
+        else:
+            self._clock.call_at(self._seconds, callback)
+
+
+class CopyEvent(EmulatedEvent):
+    """The end of a copy."""
+
+    def __init__(self, name: str, **given: Any) -> None:
+        super().__init__(name, **given)
+        self._mutex = threading.Lock()
+        self._is_made = False
+        self._seconds = 0.0
+        self._error: BaseException | None = None
+        self._callbacks: list[Callback] = []
+
+    def finish(self, seconds: float, error: BaseException | None) -> None:
+        with self._mutex:
+            self._seconds, self._error = seconds, error
+            self._is_made = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    @property
+    def has_happened(self) -> bool:
+        return self._is_made
+
+    def await_seconds(self) -> float:
+        if not self._is_made:
+            block_until(self.when_happened)
+        if self._error is not None:
+            raise self._error
+        return self._seconds
+
+    def when_happened(self, callback: Callback) -> None:
+        with self._mutex:
+            if not self._is_made:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+@dataclass
+class _RateGroup:
+    """Copies in flight on links of one rate, all equally fast at every moment."""
+
+    bytes_per_second: float
+    done_bytes: float = 0.0  # of a copy that has always been in flight
+    # a heap by `done_bytes` at their end; a number; called with the end
+    copies: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
+
+
+class HostMemory:
+    """The memory that all links of a server share, equally at every moment.
+
+    Args:
+        clock: The server's, in whose thread everything here happens.
+    """
+
+    def __init__(self, bytes_per_second: float, *, clock: ServerClock) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._clock = clock
+        self._groups: dict[float, _RateGroup] = {}
+        self._num_copies = 0  # in flight
+        self._number = 0  # of the last one
+        self._now = 0.0
+        self._next: Due | None = None
+
+    def begin(
+        self,
+        seconds: float,
+        num_bytes: int,
+        *,
+        bytes_per_second: float,
+        arrived: Callable[[float], None],
+    ) -> None:
+        """Begin a copy.
+
+        Args:
+            arrived: Called with its end.
+        """
+        if math.isinf(self._bytes_per_second):
+            end = seconds + num_bytes / bytes_per_second
+            self._clock.call_at(end, lambda: arrived(end))
+            return
+        self._go_to(seconds)
+        group = self._groups.setdefault(bytes_per_second, _RateGroup(bytes_per_second))
+        self._num_copies += 1
+        self._number += 1
+        before = (self._now - seconds) * self._rate_of(group)  # the clock may be further
+        heapq.heappush(group.copies, (group.done_bytes + num_bytes - before, self._number, arrived))
+        self._await_next()
+
+    def _rate_of(self, group: _RateGroup) -> float:
+        return min(group.bytes_per_second, self._bytes_per_second / self._num_copies)
+
+    def _go_to(self, seconds: float) -> None:
+        if seconds > self._now:
+            if self._num_copies:
+                for group in self._groups.values():
+                    group.done_bytes += (seconds - self._now) * self._rate_of(group)
+            self._now = seconds
+
+    def _await_next(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        ends = [
+            (max(0.0, group.copies[0][0] - group.done_bytes) / self._rate_of(group), group)
+            for group in self._groups.values()
+            if group.copies
+        ]
+        if ends:
+            left, group = min(ends, key=lambda end: end[0])
+            end = self._now + left
+            self._next = self._clock.call_at(end, lambda: self._end(group, end))
+
+    def _end(self, group: _RateGroup, seconds: float) -> None:
+        self._go_to(seconds)
+        _, _, arrived = heapq.heappop(group.copies)
+        self._num_copies -= 1
+        self._await_next()
+        arrived(seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A copy on a link."""
+
+    num_bytes: int
+    issued_seconds: float
+    after: Sequence[Event]  # what it waits for
+    begin: Callable[[], None]
+    copy: Callable[[], None]  # copies, when its time is up
+    event: CopyEvent
+
+
+class LinkQueue:
+    """One direction of a device's link: makes its copies in order.
+
+    Args:
+        copy_seconds: What each copy takes beside its bytes.
+    """
+
+    def __init__(
+        self,
+        *,
+        bytes_per_second: float,
+        copy_seconds: float,
+        memory: HostMemory,
+        clock: ServerClock,
+        delay: Callable[[], float],
+    ) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._copy_seconds = copy_seconds
+        self._memory = memory
+        self._clock = clock
+        self._delay = delay
+        self._mutex = threading.Lock()
+        self._copies: deque[Copy] = deque()
+        self._is_busy = False
+        self._end = 0.0
+
+    def put(self, copy: Copy) -> None:
+        with self._mutex:
+            self._copies.append(copy)
+            if self._is_busy:
+                return
+            self._is_busy = True
+        self._clock.call_at(copy.issued_seconds, self._take_next)
+
+    # ------------------------------------------------------------------------ in the clock's thread
+
+    def _take_next(self) -> None:
+        with self._mutex:
+            if not self._copies:
+                self._is_busy = False
+                return
+            copy = self._copies.popleft()
+        self._await(copy, list(copy.after), ready=copy.issued_seconds)
+
+    def _await(self, copy: Copy, left: list[Event], *, ready: float) -> None:
+        while left:
+            event = left.pop()
+            if not has_happened(event):
+                self._when_happened(
+                    event, lambda since: self._await(copy, left, ready=max(ready, since))
+                )
+                return
+        try:
+            start = max([ready, copy.issued_seconds, self._end, *map(happened_at, copy.after)])
+            copy.begin()
+        except BaseException as error:  # noqa: BLE001 - raised where the copy is waited for
+            self._finish(copy, time.perf_counter(), error)
+            return
+        start += self._copy_seconds + self._delay()
+        if start > time.perf_counter():
+            self._clock.call_at(start, lambda: self._begin(copy, start))
+        else:
+            self._begin(copy, start)
+
+    def _when_happened(self, event: Event, call: Callable[[float], None]) -> None:
+        """Call in the clock's thread when an event has happened, with a time that is not after."""
+        if isinstance(event, EmulatedEvent):
+            event.when_happened(lambda: self._call_soon(lambda: call(0.0)))
+        else:
+            event.when_done(lambda: self._call_soon(partial(call, time.perf_counter())))
+
+    def _call_soon(self, call: Callable[[], None]) -> None:
+        self._clock.call_at(0.0, call)
+
+    def _begin(self, copy: Copy, start: float) -> None:
+        self._memory.begin(
+            start,
+            copy.num_bytes,
+            bytes_per_second=self._bytes_per_second,
+            arrived=lambda end: self._arrived(copy, end),
+        )
+
+    def _arrived(self, copy: Copy, end: float) -> None:
+        error: BaseException | None = None
+        try:
+            copy.copy()
+        except BaseException as raised:  # noqa: BLE001 - raised where it is waited for
+            error = raised
+        self._finish(copy, end, error)
+
+    def _finish(self, copy: Copy, end: float, error: BaseException | None) -> None:
+        self._end = end
+        copy.event.finish(end, error)
+        self._take_next()
+
+
+def has_happened(event: Event) -> bool:
+    """Return whether an event has happened, as a device sees it: the host learns nothing."""
+    return event.has_happened if isinstance(event, EmulatedEvent) else event.is_done
+
+
+def happened_at(event: Event) -> float:
+    """Return the time of an emulated device's event that has happened; None for other events.
+
+    Raises:
+        Exception: What made it fail.
+    """
+    if isinstance(event, EmulatedEvent):
+        return event.await_seconds()
+    event.wait()
+    return 0.0

@@ -86,7 +86,7 @@ class Engine:
         timeout_seconds: A step in which no action begins or ends for so long is given up.
         compiler: Compiles blocks from the second step on; None: they run as they are.
         upload_dtype: What trained matrices are cast to on the host before they are uploaded
-            (`store/upload_copies.py`), where anything is; None: they are not.
+            (`NarrowCopies`), where anything is; None: they are not.
         trust_rows: Whether blocks run on pieces of a batch without a check of its rows.
         apart: Modules that are used as they are, and not through views (metrics).
 

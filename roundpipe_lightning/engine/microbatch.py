@@ -50,9 +50,8 @@ from roundpipe_lightning.engine.transfer.gradient_reduce import (
     Rows,
     fold,
 )
-from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.out_of_memory import Shortage, memory_explained
-from roundpipe_lightning.engine.worker.turns import Turns
+from roundpipe_lightning.engine.worker.turns import MicrobatchTurns, Turns
 from roundpipe_lightning.engine.worker.user_code import Outside, UserCode
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import ConfigurationError

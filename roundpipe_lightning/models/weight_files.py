@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
+from roundpipe_lightning.engine.store.flat_buffers import MappedParameter, is_mapped
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
 from roundpipe_lightning.files import checksum, find_damage
 

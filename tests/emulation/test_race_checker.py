@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe_lightning.emulation.links import HostMemory
 from roundpipe_lightning.emulation.race_checker import HOST, ProtocolChecker, ProtocolError, Stamp
-from roundpipe_lightning.emulation.timing import ServerClock
+from roundpipe_lightning.emulation.timing import HostMemory, ServerClock
 
 
 def _use(

@@ -15,8 +15,7 @@ from roundpipe_lightning.emulation.tagged_tensor import untag
 from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import Step, StepResult, StepsInFlight
-from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.store.weight_versions import WeightVersions
+from roundpipe_lightning.engine.store.host_store import HostStore, WeightVersions
 from roundpipe_lightning.engine.worker.loaded_blocks import PlacedBuffers
 from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.planning.schedule.plan import Plan, rotated, turns_of_batch

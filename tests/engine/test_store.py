@@ -19,9 +19,13 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag_of, untag
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
-from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES, own_pages, return_freed_memory
+from roundpipe_lightning.engine.device.host_memory import (
+    PAGE_BYTES,
+    PinnedPool,
+    own_pages,
+    return_freed_memory,
+)
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.model.hardware import WORKSPACE_BYTES
 from tests.kit.engine import (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.emulation.race_checker import HOST, ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedServer
-from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
+from roundpipe_lightning.engine.store.flat_buffers import NarrowCopies
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.optim import HostAdamW

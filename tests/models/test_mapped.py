@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.checkpoint_loading import REPOSITORY, write_checkpoint
+from roundpipe_lightning.engine.store.flat_buffers import MappedParameter, is_mapped
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.models import weight_files
 from roundpipe_lightning.models.export import ExportOptions, export_pretrained

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from benchmarks import host_optimizer
 from roundpipe_lightning.engine.capture.randomness import mix
 from roundpipe_lightning.engine.device.base import CpuDevice
+from roundpipe_lightning.engine.device.host_memory import PinnedPool
 from roundpipe_lightning.engine.transfer.gradient_downloads import HostSums
-from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.optim import kernel
 from roundpipe_lightning.optim.blockwise import (
     BLOCK,

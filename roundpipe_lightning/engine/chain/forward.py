@@ -38,7 +38,7 @@ from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs
 from roundpipe_lightning.engine.chain.segments import USED_ELSEWHERE, Segments
 from roundpipe_lightning.engine.chain.values import BlockCall, Source, Sources, Value
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
-from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
+from roundpipe_lightning.engine.worker.turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind, operations_kept

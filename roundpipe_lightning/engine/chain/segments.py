@@ -24,7 +24,7 @@ from torch import Tensor
 
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.chain.values import BlockCall, Source, Sources, Value
-from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
+from roundpipe_lightning.engine.worker.turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
 from roundpipe_lightning.errors import CaptureError
 

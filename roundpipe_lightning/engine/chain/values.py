@@ -38,7 +38,7 @@ from roundpipe_lightning.engine.chain.saved_outputs import (
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
-from roundpipe_lightning.engine.worker.microbatch_turns import MicrobatchTurns
+from roundpipe_lightning.engine.worker.turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import CaptureError

@@ -6,27 +6,30 @@ block 3   flat float32 [ q.weight | k.weight | v.weight | ... | norm.weight ]   
 ```
 
 Trainable and frozen parameters have buffers of their own, so that saving one kind does not drag the
-other kind's storage along. Frozen parameters that are views of a file (`mapped_parameter.py`) stay
+other kind's storage along. Frozen parameters that are views of a file (`MappedParameter`) stay
 there, and so do those that share memory. Beside a buffer there may be a copy in 16 bits
-(`store/upload_copies.py`), and one of the values before the last update.
+(`NarrowCopies`), and one of the values before the last update.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.device.host_memory import (
     own_pages,
     release_pages,
     return_freed_memory,
 )
-from roundpipe_lightning.engine.store.mapped_parameter import is_mapped
-from roundpipe_lightning.engine.store.upload_copies import NarrowCopies
+from roundpipe_lightning.errors import ConfigurationError
 
 _ALIGNMENT_BYTES = 64  # of every parameter in its buffer: what vector units and BLAS like
 
@@ -175,3 +178,175 @@ def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
 def fills_its_memory(tensor: Tensor) -> bool:
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return span == tensor.numel() and all(s > 0 for s in tensor.stride())
+
+
+class MappedParameter(nn.Parameter):
+    """A frozen parameter that is a view of a private mapping of a file.
+
+    The kernel reads its pages when they are used and drops them again when memory is short. A write
+    would make private copies of them, so what was written to is refused when it is used next.
+    """
+
+    file: Path  # what it is a view of, for messages
+    _address: int
+    _written: int
+
+    def __new__(cls, data: Tensor, *, file: Path) -> MappedParameter:
+        """Make a parameter that does not require a gradient.
+
+        Args:
+            data: The view; a plain host tensor.
+        """
+        parameter = super().__new__(cls, data, requires_grad=False)
+        parameter.file = file
+        parameter._address = data.data_ptr()
+        parameter._written = parameter._version
+        return parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy the values into memory: whoever copies a module may write to the copy."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.data.clone(), requires_grad=self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an ordinary parameter, with its values."""
+        return nn.Parameter(self.data, requires_grad=self.requires_grad).__reduce_ex__(protocol)
+
+    def check_unconverted(self, name: str) -> None:
+        """Raise a ConfigurationError, naming the file, if it was converted, and is in memory."""
+        if not self.requires_grad and self.data_ptr() != self._address:
+            raise ConfigurationError(
+                f"Parameter {name} was a view of {self.file} (model.frozen_weights=mmap) and has "
+                f"been converted to {self.dtype} in memory. Choose a precision that keeps the "
+                "dtype of the files (trainer.precision=bf16-mixed or 32-true), or "
+                "model.frozen_weights=memory."
+            )
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the values are still those of the file, and to stay so.
+
+        A parameter that is to be trained, or was converted to another dtype, is ordinary.
+        """
+        return self.data_ptr() == self._address and not self.requires_grad
+
+    def check_unwritten(self, name: str) -> None:
+        """Raise a ConfigurationError, naming the file, if the parameter was written to in place."""
+        if self.data_ptr() == self._address and self._version != self._written:
+            raise ConfigurationError(
+                f"Parameter {name} of shape {tuple(self.shape)} was written to, but it is a "
+                f"read-only view of {self.file} (model.frozen_weights=mmap); the file is as it "
+                "was. Keep the weights in memory (model.frozen_weights=memory), or do not change "
+                "frozen parameters."
+            )
+
+
+def is_mapped(parameter: Tensor) -> bool:
+    return isinstance(parameter, MappedParameter) and parameter.is_mapped
+
+
+@runtime_checkable
+class WritesCopies(Protocol):
+    """An optimizer that can cast in the pass that makes its step, as `HostAdamW` can."""
+
+    def write_copies(self, copies: Mapping[nn.Parameter, Tensor]) -> None:
+        """Set the tensors into which every step also writes new values, cast."""
+
+
+class NarrowCopies:
+    """The copies of a store's matrices in 16 bits, and which of them are to be cast again.
+
+    Matrices (two dimensions or more) of one block are narrow: autocast would cast them before every
+    product. So are the weights of linear layers outside the blocks, the LM head say. Others are
+    uploaded as they are: what has fewer dimensions, norms and biases say, a parameter with several
+    uses, and an embedding, whose rows autocast leaves wide.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._places: dict[nn.Parameter, Tensor] = {}
+        self._cast: dict[nn.Parameter, tuple[int, int]] = {}  # memory and version of the source
+        self._writers: list[WritesCopies] = []
+
+    def add(self, places: Mapping[nn.Parameter, Tensor]) -> None:
+        self._places |= places
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._places
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's copy, of its shape."""
+        return self._places[parameter]  # type: ignore[index]  # asked for those it has
+
+    def written_by(self, optimizers: Iterable[Optimizer]) -> None:
+        """Let the optimizers that can do so write the copies in the pass that makes a step."""
+        self._writers = [o for o in optimizers if isinstance(o, WritesCopies)]
+        for optimizer in self._writers:
+            optimizer.write_copies(self._places)
+
+    def updated(self, values: Mapping[nn.Parameter, Tensor], by: Optimizer) -> None:
+        """Cast what an optimizer has changed, if it has not done so itself."""
+        if id(by) in map(id, self._writers):
+            self.note({p: v for p, v in values.items() if p in self._places})
+        else:
+            self.cast(values)
+
+    def cast(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        mine = {p: v.detach() for p, v in values.items() if p in self._places}
+        if mine:
+            with torch.no_grad():
+                torch._foreach_copy_([self._places[p] for p in mine], list(mine.values()))
+            self.note(mine)
+
+    def note(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Say that copies have been written: they are those of the present values."""
+        self._cast |= {parameter: _state(value) for parameter, value in values.items()}
+
+    def renew(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Cast what has changed since it was cast. Nobody may be writing into it."""
+        self.cast({p: v for p, v in values.items() if self._cast.get(p) != _state(v)})
+
+    @property
+    def are_cast(self) -> bool:
+        return self._cast.keys() >= self._places.keys()
+
+    def forget(self) -> None:
+        """Mark all copies as old: parameters may have been written to unseen."""
+        self._cast.clear()
+
+    def close(self) -> None:
+        for optimizer in self._writers:
+            optimizer.write_copies({})
+        self._writers = []
+
+
+def narrow_parameters(module: nn.Module, blocks: Collection[nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters of a module that are uploaded from copies."""
+    uses = Counter(parameter for block in blocks for parameter in block.parameters())
+    outside = list(modules_outside(module, set(blocks)))
+    uses.update(parameter for one in outside for parameter in one.parameters(recurse=False))
+    heads: list[Any] = [one.weight for one in outside if type(one).forward is nn.Linear.forward]
+    inside = [parameter for block in blocks for parameter in block.parameters()]
+    return {
+        p
+        for p in (*heads, *inside)
+        if uses[p] == 1 and p.requires_grad and p.dtype is torch.float32 and p.dim() >= 2
+    }
+
+
+def modules_outside(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a module and the submodules that it has without going through a block, each once."""
+    seen: set[nn.Module] = set(blocks)
+    pending = [module]
+    while pending:
+        current = pending.pop()
+        if current not in seen:
+            seen.add(current)
+            yield current
+            pending.extend(current.children())
+
+
+def _state(values: Tensor) -> tuple[int, int]:
+    return values.data_ptr(), values._version

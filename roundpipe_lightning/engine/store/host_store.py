@@ -11,29 +11,29 @@ one block's.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roundpipe_lightning.engine.capture.trees import parameters_in
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import HostEvent
 from roundpipe_lightning.engine.store.flat_buffers import (
     FlatBuffer,
+    MappedParameter,
+    NarrowCopies,
     ParameterGroup,
+    is_mapped,
+    modules_outside,
+    narrow_parameters,
     overlapping,
     view_like,
 )
-from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter, is_mapped
-from roundpipe_lightning.engine.store.upload_copies import (
-    NarrowCopies,
-    modules_outside,
-    narrow_parameters,
-)
-from roundpipe_lightning.engine.store.weight_versions import WeightVersions
 from roundpipe_lightning.errors import ConfigurationError
 
 TakeGradients: TypeAlias = Callable[
@@ -159,7 +159,7 @@ class HostStore:
             ConfigurationError: Naming them.
         """
         for block, known in self._ids_of_block.items():
-            if not known.issuperset(map(id, parameters_in(block))):
+            if not known.issuperset(map(id, block.parameters())):  # a module may make new ones then
                 names = [name for name, p in block.named_parameters() if id(p) not in known]
                 raise ConfigurationError(
                     f"A block ({type(block).__name__}) has parameters that it had not when the "
@@ -357,3 +357,64 @@ class HostStore:
                 if parameter not in values:
                     values[parameter] = device.upload(previous.get(parameter, parameter))
         return values
+
+
+class WeightVersions:
+    """Source of the uploads of some steps. Steps that share it read the same values at all times.
+
+    With `update="async"` two steps may be in flight. When the earlier one has ended, the values of
+    the later one are put into the copy that the earlier one has read. Uploads read the copy from
+    then on, and the optimizer may write into the parameters:
+
+    ```
+    step k     │ reads the copy, W(k-1) ───────────── its backward pass ends
+    step k+1   │            begins: reads the parameters, W(k) ──┬─▶ reads the copy, now W(k)
+    updater    │                           parameters ─▶ copy ───┘ switch ─▶ update k
+    ```
+
+    Args:
+        previous: Whether from the copy beside the parameters.
+    """
+
+    def __init__(self, *, previous: bool) -> None:
+        self._changed = threading.Condition()
+        self.previous = previous
+        self._num_reading = {False: 0, True: 0}  # by whether from the copy
+
+    def begin_reading(self) -> tuple[bool, Callable[[], None]]:
+        """Return whether to read the copy, and what to call when the reading is over."""
+        with self._changed:
+            previous = self.previous
+            self._num_reading[previous] += 1
+        return previous, partial(self._end_reading, previous=previous)
+
+    def _end_reading(self, *, previous: bool) -> None:
+        with self._changed:
+            self._num_reading[previous] -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not any(self._num_reading.values()))
+            yield
+
+    @contextmanager
+    def reading(self, device: Device) -> Iterator[bool]:
+        """Read until what was launched on a device in the context has been done there.
+
+        Gives whether from the copy.
+        """
+        previous, end = self.begin_reading()
+        try:
+            yield previous
+            copied = device.mark_event("values are copied")
+        except BaseException:  # what arrives is not used
+            end()
+            raise
+        copied.when_done(end)
+
+    def switch(self) -> None:
+        with self._changed:
+            self.previous = True
+            self._changed.wait_for(lambda: not self._num_reading[False])

@@ -8,7 +8,7 @@ download                 [ blocks ][ outside ]
 host                     into page-locked memory             sums, in a thread of their own
 ```
 
-Gradients stay where they land (`pinned_pool.py`): they are summed there, become `.grad` there, and
+Gradients stay where they land (`PinnedPool`): they are summed there, become `.grad` there, and
 are what the optimizer reads.
 """
 
@@ -25,10 +25,12 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import DoneEvent, Event
+from roundpipe_lightning.engine.device.host_memory import PinnedPool
 from roundpipe_lightning.engine.store.block_layout import (
     BlockLayout,
     Form,
     Layouts,
+    Memory,
     Place,
     bytes_of,
 )
@@ -41,8 +43,6 @@ from roundpipe_lightning.engine.transfer.gradient_reduce import (
     fold,
     in_their_dtype,
 )
-from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
-from roundpipe_lightning.engine.transfer.weight_buffers import Memory
 
 _FEW = 4  # times as many rows are worth the work to send those alone
 _MOST_WAITING = 2  # times that something has landed which is not added up yet

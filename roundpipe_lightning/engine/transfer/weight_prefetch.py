@@ -33,12 +33,16 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import DoneEvent, Event
-from roundpipe_lightning.engine.store.block_layout import Layouts, bytes_of, region_bytes
+from roundpipe_lightning.engine.store.block_layout import (
+    Layouts,
+    Memory,
+    Region,
+    bytes_of,
+    region_bytes,
+)
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
-from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.store.weight_versions import WeightVersions
+from roundpipe_lightning.engine.store.host_store import HostStore, WeightVersions
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
-from roundpipe_lightning.engine.transfer.weight_buffers import Memory, Region
 from roundpipe_lightning.planning.schedule.stages import Stage
 
 

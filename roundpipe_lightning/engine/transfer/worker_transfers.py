@@ -24,13 +24,12 @@ from torch import nn
 
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event
-from roundpipe_lightning.engine.device.host_memory import return_freed_memory
+from roundpipe_lightning.engine.device.host_memory import PinnedPool, return_freed_memory
 from roundpipe_lightning.engine.store.block_layout import BlockLayout, Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import TransferQueue
 from roundpipe_lightning.engine.transfer.gradient_downloads import GradientDownloads, HostSums
 from roundpipe_lightning.engine.transfer.gradient_reduce import FlatGradients, GradientReducer
-from roundpipe_lightning.engine.transfer.pinned_pool import PinnedPool
 from roundpipe_lightning.engine.transfer.weight_prefetch import (
     OutsideUses,
     StageRun,

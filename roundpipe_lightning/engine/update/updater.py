@@ -32,7 +32,7 @@ update k, meanwhile        W(k) ──▶ W(k+1)
 
 If step k+1 begins before the gradients of step k are there (`defer`), it is given the parameters
 themselves, which are W(k) until then, and the copies when update k begins
-(`store/weight_versions.py`).
+(`WeightVersions`).
 """
 
 from __future__ import annotations

@@ -29,10 +29,14 @@ from roundpipe_lightning.engine.capture.view import (
 )
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import Event
-from roundpipe_lightning.engine.store.block_layout import BlockLayout, gradient_dtype, sum_wide
+from roundpipe_lightning.engine.store.block_layout import (
+    BlockLayout,
+    Region,
+    gradient_dtype,
+    sum_wide,
+)
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
-from roundpipe_lightning.engine.transfer.weight_buffers import Region
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageWeights
 from roundpipe_lightning.errors import CaptureError, StepModeError
 from roundpipe_lightning.planning.schedule.stages import StageKind

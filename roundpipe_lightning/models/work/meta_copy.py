@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.view import class_like, is_compiled_wrapper, uncompiled
-from roundpipe_lightning.engine.store.mapped_parameter import MappedParameter
+from roundpipe_lightning.engine.store.flat_buffers import MappedParameter
 from roundpipe_lightning.errors import ConfigurationError
 
 _TABLES = ("_parameters", "_buffers", "_modules")

@@ -23,7 +23,7 @@ from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_bytes
 from roundpipe_lightning.engine.device.probe import available_bytes, probe_hardware
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
-from roundpipe_lightning.engine.store.upload_copies import narrow_parameters
+from roundpipe_lightning.engine.store.flat_buffers import narrow_parameters
 from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.optim.rounding import rounds_itself

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.base import Device
-from roundpipe_lightning.engine.store.mapped_parameter import is_mapped
+from roundpipe_lightning.engine.store.flat_buffers import is_mapped
 from roundpipe_lightning.errors import BatchError, FitError, PlanError
 from roundpipe_lightning.models.batches import batch_size_of, length_of, shortened, split_batch
 from roundpipe_lightning.models.work.parameters import parameter_work
