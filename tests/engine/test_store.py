@@ -226,16 +226,17 @@ def test_a_view_keeps_the_pages_and_the_storage_has_no_byte_more() -> None:
     assert view.tolist() == [3.0] * 10
 
 
-def _private_kib(buffer: torch.Tensor) -> int:
-    """Return what of a buffer this process has for itself, as the system says."""
-    is_here, found = False, 0
+def _mapped(buffer: torch.Tensor) -> tuple[str, int]:
+    """Return how a buffer is mapped, and the KiB of it that this process has for itself."""
+    is_here, found, access = False, 0, ""
     for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             first, last = (int(word, 16) for word in line.split()[0].split("-"))
             is_here = first <= buffer.data_ptr() < last
+            access = line.split()[1] if is_here else access
         elif is_here and line.startswith("Private_"):
             found += int(line.split()[1])
-    return found
+    return access, found
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
@@ -248,12 +249,12 @@ def test_a_forked_process_copies_nothing_and_writes_for_itself() -> None:
     answers = context.SimpleQueue()
 
     def read_and_write() -> None:
-        before = _private_kib(buffer)
+        before = _mapped(buffer)
         seen = buffer.sum().item(), weight.sum().item()
-        read = _private_kib(buffer)
+        read = _mapped(buffer)
         buffer[: 4 * PAGE_BYTES] = 1
         weight.data.zero_()
-        answers.put((before, read, _private_kib(buffer), seen, own_pages(10).any().item()))
+        answers.put((before, read, _mapped(buffer), seen, own_pages(10).any().item()))
 
     wanted = (3 * 2**24, weight.sum().item())
     for _ in range(2):  # the second does not see what the first one wrote
@@ -262,10 +263,11 @@ def test_a_forked_process_copies_nothing_and_writes_for_itself() -> None:
         before, read, written, seen, fresh = answers.get()
         process.join(60)
         assert process.exitcode == 0
-        assert (before, read, written) == (0, 0, 4 * PAGE_BYTES // 1024)
+        assert (before, read, written) == (*[("rw-p", 0)] * 2, ("rw-p", 4 * PAGE_BYTES // 1024))
         assert seen == pytest.approx(wanted)
         assert not fresh
-    assert _private_kib(buffer) == 2**14
+    assert _mapped(buffer) == ("rw-s", 2**14)
+    assert _mapped(weight)[0] == "rw-s", "of private ones the system copies what is page-locked"
     assert weight.any()
     store.close()
 

@@ -1,4 +1,5 @@
 import gc
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -12,10 +13,12 @@ from torch.overrides import TorchFunctionMode
 
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
+from roundpipe_lightning.engine.capture.side_outputs import SideOutputs
 from roundpipe_lightning.engine.capture.torch_functions import ModeStack
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.engine import UnusedStackWarning
 from roundpipe_lightning.errors import CaptureError, ConfigurationError
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
 from tests.kit.engine import (
     WIDTH,
@@ -269,3 +272,33 @@ def test_a_cache_that_nobody_reads_is_not_kept(name: str) -> None:
             assert kept == [[LazyTensor] * len(stack.blocks)] * 2, "names of tensors, not tensors"
             gc.collect()
             assert [cache() for cache in caches] == [None, None]
+
+
+def test_operations_in_a_block_cost_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers share one interpreter lock."""
+    calls = Counter[str]()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_globals["__name__"].startswith("roundpipe_lightning."):
+            calls[frame.f_code.co_name] += 1
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = sys.getprofile()
+            sys.setprofile(note)
+            for _ in range(10):
+                x = self.linear(x).relu() * 0.5 + 1.0
+            sys.setprofile(before)
+            return x
+
+    monkeypatch.setattr(SideOutputs, "_marks_exist", False)  # by other tests
+    module = Regressor(1, make_block=Counted)
+    stack = layers_of(module)
+    plan = plan_of(stack, num_microbatches=1, partition=Partition(forward=(), backward=(1,)))
+    engine_step(module, stack, plan, regression_batches(1))
+    assert calls["__torch_function__"] == 40
+    assert calls.total() <= 120, calls
