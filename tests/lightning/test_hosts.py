@@ -611,7 +611,9 @@ def fit_differently(rank: int, folder: Path, what: str) -> None:
     flags: dict[str, Any] = {"num_nodes": 2 + (rank if what == "num_nodes" else 0)}
     if what == "accumulate":
         flags["accumulate_grad_batches"] = 1 + rank
-    trainer = make_trainer(folder, strategy=RoundPipeStrategy(timeout_seconds=60), **flags)
+    part: Any = (0.5, 0.75)[rank] if what == "memory" else "auto"
+    strategy = RoundPipeStrategy(timeout_seconds=60, memory_share=part)
+    trainer = make_trainer(folder, strategy=strategy, **flags)
     with mock.patch.object(torch, "__version__", version):
         trainer.fit(module, data)
 
@@ -624,6 +626,7 @@ def fit_differently(rank: int, folder: Path, what: str) -> None:
         ("torch", "torch's version is .* on host 0 and '2.0.0' on host 1"),
         ("order", r"the order of the data, .*, is \[.*\] on host 0 and \["),
         ("accumulate", "accumulate_grad_batches is 1 on host 0 and 2 on host 1"),
+        ("memory", "memory_share is 0.5, 0.75 on the hosts: .* 1 together"),
         ("num_nodes", "num_nodes=2 on host 0, but 3 on host 1"),
     ],
 )

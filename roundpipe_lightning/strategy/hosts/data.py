@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -158,6 +158,8 @@ def divide_memory(hosts: Hosts, options: Options) -> None:
     told = hosts.control.objects(options.memory_share)
     parts = [part for part in told if not isinstance(part, str)]
     if parts and (len(parts) < hosts.num or abs(sum(parts) - 1) > _ROUNDED):
+        with suppress(HostError):  # nobody ends before all have what they compare
+            hosts.control.objects(None)
         raise ConfigurationError(
             f"memory_share is {', '.join(map(str, told))} on the hosts: give each its part, so "
             "that they are 1 together, or leave it out on all."
