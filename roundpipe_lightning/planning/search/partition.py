@@ -218,7 +218,7 @@ class PartitionSearch:
     seconds: dict[Partition, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._random = Random(0)
+        self._random = Random(1)
 
     def best(self, even: Sequence[Partition], *, count: int = 8) -> tuple[Partition, ...]:
         """Return the best partitions found from some to begin with, the best first."""
