@@ -27,7 +27,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -36,49 +35,7 @@ from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.schedule.schedule import Action, Schedule, validate_schedule
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy, check_partition
 
-_NONE = "-"
-
-
-def format_resident(resident: Sequence[Sequence[int]]) -> str:
-    """Write ascending blocks per worker, e.g. `0-3,7 | -`; `-` where no worker keeps any."""
-    return " | ".join(format_blocks(blocks) for blocks in resident) if any(resident) else _NONE
-
-
-def format_blocks(blocks: Sequence[int]) -> str:
-    """Write ascending numbers, neighbours together: `0-3,7`; `-` for none."""
-    runs: list[list[int]] = []
-    for block in blocks:
-        if runs and runs[-1][1] == block - 1:
-            runs[-1][1] = block
-        else:
-            runs.append([block, block])
-    parts = (str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return ",".join(parts) or _NONE
-
-
-def parse_resident(text: str) -> tuple[tuple[int, ...], ...]:
-    """Read the text form back; PlanError if it is none."""
-    if text.strip() == _NONE:
-        return ()
-    try:
-        return tuple(_parse_blocks(part.strip()) for part in text.split("|"))
-    except ValueError as error:
-        raise PlanError(
-            f"{text!r} are no resident blocks: write for example '0-3,7 | -'."
-        ) from error
-
-
-def _parse_blocks(text: str) -> tuple[int, ...]:
-    if text == _NONE:
-        return ()
-    blocks: list[int] = []
-    for run in text.split(","):
-        first, _, last = run.partition("-")
-        blocks.extend(range(int(first), int(last or first) + 1))
-    return tuple(blocks)
-
-
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of the saved form; a file of another version is refused."""
 
 _COUNTS = ("num_workers", "num_microbatches", "team_size", "round_size")
@@ -213,10 +170,10 @@ class Plan(PipelineLayout):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)} must be 1 or more.")
         if self.num_workers % self.team_size:
+            sizes = [n for n in range(1, self.num_workers + 1) if self.num_workers % n == 0]
             raise PlanError(
                 f"team_size={self.team_size} does not divide num_workers={self.num_workers}; "
-                f"choose one of "
-                f"{[n for n in range(1, self.num_workers + 1) if self.num_workers % n == 0]}."
+                f"choose one of {sizes}."
             )
         if self.round_size > self.num_microbatches:
             raise PlanError(
@@ -292,8 +249,7 @@ class Plan(PipelineLayout):
         if fingerprint != self.model:
             raise PlanError(
                 f"The plan is for the model {self.model!r}, not for {fingerprint!r}: its blocks "
-                f"have the "
-                f"same names but other shapes. {remedy}"
+                f"have the same names but other shapes. {remedy}"
             )
         check_partition(self.partition, cuts=cuts, block_names=block_names, what="The plan")
 
@@ -305,7 +261,7 @@ class Plan(PipelineLayout):
             "partition": str(self.partition),
             **counts,
             "recompute": self.recompute.value,
-            "resident": format_resident(self.resident),
+            "resident": [" ".join(map(str, blocks)) for blocks in self.resident],
             **({"speeds": " ".join(map(repr, self.speeds))} if self.speeds else {}),
             **({"joined": "true"} if self.joined else {}),
             "block_names": list(self.block_names),
@@ -338,7 +294,7 @@ class Plan(PipelineLayout):
                 block_names=tuple(map(str, values["block_names"])),
                 schedule=Schedule.from_text("\n".join(values["schedule"])),
                 recompute=RecomputePolicy(values["recompute"]),
-                resident=parse_resident(values["resident"]),
+                resident=tuple(tuple(map(int, blocks.split())) for blocks in values["resident"]),
                 speeds=tuple(map(float, values.get("speeds", "").split())),
                 joined=values.get("joined", "false") == "true",
                 **counts,
