@@ -23,7 +23,7 @@ from roundpipe_lightning.callbacks.monitor import (
     PipelineMonitor,
     peak_host_bytes,
 )
-from roundpipe_lightning.planning.report.description import size_text
+from roundpipe_lightning.planning.cost.device_memory import size_text
 from roundpipe_lightning.planning.report.step_record import WorkerState
 from roundpipe_lightning.strategy.planning.inputs import PlanEvent
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy

@@ -20,7 +20,7 @@ from roundpipe_lightning.callbacks.monitor import (
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, StageCosts
-from roundpipe_lightning.planning.cost.device_memory import MemoryNeed
+from roundpipe_lightning.planning.cost.device_memory import MemoryNeed, size_text
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.report.description import (
     PlanDescription,
@@ -28,7 +28,6 @@ from roundpipe_lightning.planning.report.description import (
     machine_line,
     memory_lines,
     model_line,
-    size_text,
 )
 from roundpipe_lightning.planning.report.render import render_svg, render_trace, write_picture
 from roundpipe_lightning.planning.report.step_record import IdleCause, StepRecord, idle_seconds

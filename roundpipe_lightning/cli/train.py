@@ -37,7 +37,8 @@ from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.models.quantized import encodings_of
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule
-from roundpipe_lightning.planning.report.description import count_text, size_text
+from roundpipe_lightning.planning.cost.device_memory import size_text
+from roundpipe_lightning.planning.report.description import count_text
 from roundpipe_lightning.planning.report.step_record import IdleCause
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy

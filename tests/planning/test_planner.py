@@ -110,7 +110,7 @@ def test_limits_follow_from_device_memory() -> None:
     assert one.forward >= two.forward
     assert limits(499) is None
     small = machine(2, device_bytes=RESERVED_BYTES + 30 + 499)
-    with pytest.raises(FitError, match=r"testx2 cannot hold even one block, 'b': it has 0.00 GiB"):
+    with pytest.raises(FitError, match=r"testx2 cannot hold even one block, 'b': it has 0.1 KiB"):
         plan_training(
             profile,
             hardware=small,

@@ -20,10 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.engine.device.host_memory import check_host_memory, free_host_bytes
 from roundpipe_lightning.errors import ConfigurationError, FitError, RoundPipeError
+from roundpipe_lightning.planning.cost.device_memory import size_text
 from roundpipe_lightning.planning.cost.memory import longest_that_fits
 from roundpipe_lightning.planning.cost.predict import split_samples
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, MatrixRates
-from roundpipe_lightning.planning.report.description import size_text
 from roundpipe_lightning.planning.search.fit import (
     FitAnswer,
     TrainingJob,
@@ -186,7 +186,8 @@ def _pairs(
                     and change.overrides not in known
                     and len(names) == len(overrides)
                 ):
-                    cost = f"{first.change.cost}; {change.cost}"
+                    # The second one keeps the results of the first.
+                    cost = f"{first.change.cost}; {change.cost.removeprefix('the same results, ')}"
                     both = dataclasses.replace(change, overrides=overrides, cost=cost)
                     remedy = dataclasses.replace(second, change=both)
                     found.setdefault(frozenset(overrides), remedy)

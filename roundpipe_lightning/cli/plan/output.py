@@ -21,13 +21,12 @@ from roundpipe_lightning.cli.plan.answer import (
     scaling_lines,
 )
 from roundpipe_lightning.modules import VisionLanguageModule
-from roundpipe_lightning.planning.cost.device_memory import MemoryNeed
+from roundpipe_lightning.planning.cost.device_memory import MemoryNeed, size_text
 from roundpipe_lightning.planning.report.description import (
     PlanDescription,
     machine_line,
     memory_lines,
     model_line,
-    size_text,
 )
 from roundpipe_lightning.planning.search.fit import FitAnswer
 from roundpipe_lightning.planning.search.remedies import Remedy
@@ -156,29 +155,7 @@ class PlanOutput:
             for need in (memory.device, memory.host)
             if need.missing_bytes
         )
-        return lacks if self.answer.planned is not None else f"{self._too_large()} {lacks}".strip()
-
-    def _too_large(self) -> str:
-        """Name what no device can hold."""
-        need, work = self.answer.memory.device, self.answer.job.work
-        machine = self.job.machine.name
-        hints = self.answer.job.hints
-        if hints.recompute is not None or hints.resident is not None:
-            return self.answer.reason_no_plan
-        if self.answer.job.hints.cuts:
-            return (
-                f"{machine} cannot hold the stages that are asked for, {need.stage} least of all."
-            )
-        if need.stage and need.stage.has_tail:
-            part, what = work.tail, "the tail segment,"
-        else:
-            part = max(work.blocks, key=lambda b: b.parameter_bytes, default=work.tail)
-            what = f"even one block: the largest, {part.name},"
-        return (
-            f"{machine} cannot hold {what}{' which' * (part is work.tail)} has "
-            f"{size_text(part.parameter_bytes)} of weights and needs "
-            f"{size_text(need.total_bytes)} of a device, of {size_text(need.available_bytes)}."
-        )
+        return f"{self.answer.reason_no_plan} {lacks}".strip()
 
     # --- the page --------------------------------------------------------------------------------
 

@@ -37,6 +37,15 @@ _GIB = 2**30
 _IN_FLIGHT = 2
 
 
+def size_text(num_bytes: float) -> str:
+    """A number of bytes for messages, e.g. `1.25 GiB`."""
+    if num_bytes >= _GIB / 10 or not num_bytes:
+        return f"{num_bytes / _GIB:,.2f} GiB"
+    if num_bytes >= 2**20 / 10:
+        return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**10:,.1f} KiB"
+
+
 class MemoryKind(Enum):
     """Uses of memory."""
 

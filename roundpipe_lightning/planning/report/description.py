@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from roundpipe_lightning.planning.cost.device_memory import size_text
 from roundpipe_lightning.planning.cost.memory import MemoryReport
 from roundpipe_lightning.planning.cost.predict import StepPrediction
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
@@ -29,7 +30,6 @@ _POLICIES = {
     RecomputePolicy.SELECTIVE: "backward stages run their blocks again, but for attention",
     RecomputePolicy.NONE: "every block runs forward once",
 }
-_GIB = 2**30
 _TIGHT_SHARE = 0.95
 _MUCH_IDLE_SHARE = 0.25
 
@@ -173,15 +173,6 @@ def memory_lines(memory: MemoryReport) -> list[str]:
         lines.append(f"  {need.place}{at}: {sizes}")
         lines += [f"    {kind.value:16} {size_text(size):>12}" for kind, size in need.num_bytes]
     return lines
-
-
-def size_text(num_bytes: float) -> str:
-    """A number of bytes for messages, e.g. `1.25 GiB`."""
-    if num_bytes >= _GIB / 10 or not num_bytes:
-        return f"{num_bytes / _GIB:,.2f} GiB"
-    if num_bytes >= 2**20 / 10:
-        return f"{num_bytes / 2**20:,.1f} MiB"
-    return f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def count_text(number: int, noun: str) -> str:

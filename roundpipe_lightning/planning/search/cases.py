@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from roundpipe_lightning.errors import FitError, PlanError
 from roundpipe_lightning.planning.cost.costs import BoundaryRoute, Floats
-from roundpipe_lightning.planning.cost.device_memory import Footprint
+from roundpipe_lightning.planning.cost.device_memory import Footprint, size_text
 from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
 from roundpipe_lightning.planning.cost.predict import StepModel, StepPrediction
 from roundpipe_lightning.planning.cost.traffic import hop_seconds
@@ -47,9 +47,6 @@ from roundpipe_lightning.planning.search.partition import (
     largest_cuts,
 )
 from roundpipe_lightning.planning.search.request import PlanningRequest
-
-_GIB = 2**30
-
 
 ONES = StageLimits(forward=1, fused=0, backward=1)
 """Limits that allow the smallest stages alone."""
@@ -145,12 +142,12 @@ def describe_lack(footprint: Footprint, *, config: PipelineConfig) -> str:
     if need.stage and not need.stage.has_tail:
         part = profile.blocks[need.stage.blocks.start]
         what = f"even one block, {part.name!r}"
-    sizes = ", ".join(f"{kind.value} {size / _GIB:.2f}" for kind, size in need.num_bytes)
+    sizes = ", ".join(f"{kind.value} {size_text(size)}" for kind, size in need.num_bytes)
     return (
-        f"{hardware.name} cannot hold {what}: it has {part.parameter_bytes / _GIB:.2f} GiB of "
-        f"weights and needs {need.total_bytes / _GIB:.2f} GiB of a device's "
-        f"{hardware.device_bytes / _GIB:.2f} GiB ({sizes}). Use smaller microbatches, LoRA, or "
-        "devices with more memory."
+        f"{hardware.name} cannot hold {what}: it has {size_text(part.parameter_bytes)} of weights "
+        f"and needs {size_text(need.total_bytes)} of a device's "
+        f"{size_text(hardware.device_bytes)} ({sizes}). Use smaller microbatches, LoRA, or devices "
+        "with more memory."
     )
 
 
@@ -207,9 +204,9 @@ def resident_blocks(
             block = next(block for block in ranked if block not in chosen)
             raise FitError(
                 f"{at_least} blocks cannot stay on a device of {hardware.name}: with {len(chosen)} "
-                f"of them it holds {(resident + needs.max()) / _GIB:.2f} of {room / _GIB:.2f} GiB, "
-                f"and {blocks[block].name!r} has {blocks[block].parameter_bytes / _GIB:.2f} GiB "
-                "more. Ask for fewer, or leave it to the planner."
+                f"of them it holds {size_text(resident + needs.max())} of {size_text(room)}, and "
+                f"{blocks[block].name!r} has {size_text(blocks[block].parameter_bytes)} more. Ask "
+                "for fewer, or leave it to the planner."
             )
         for worker in members:
             by_worker[worker] = tuple(sorted(chosen))
