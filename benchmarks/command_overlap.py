@@ -4,10 +4,11 @@
 
 The Trainer is the one that `python train.py` makes of the shipped configuration, with callbacks,
 loggers and clipping, on four emulated devices; its strategy is `EmulatedStrategy`. The bare engine
-runs the same plan with the same updates. Blocks take the given time forward and twice that
-backward, and the optimizer half the time of a forward pass. The idle share is the workers' time
-without computing, from a step's first computation to the next step's; the least of the steps, on
-which other work of the machine has the least influence.
+runs the same plan with the same updates, with `async` two steps in flight, as the Trainer has them.
+Blocks take the given time forward and twice that backward, and the optimizer half the time of a
+forward pass. The idle share is the workers' time without computing, from a step's first computation
+to the next step's; the least of the steps, on which other work of the machine has the least
+influence.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from roundpipe_lightning.cli.build import build_run
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.steps import Step
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
 from roundpipe_lightning.models.blocks import find_stacks
@@ -159,26 +161,46 @@ class Measurement:
                 optimizer = module.configure_optimizers()
                 stale = update == "async"
                 with Updater(engine.store, units, stale=stale, run_unit=self.run_unit) as updater:
+                    before: Step | None = None
                     for _ in range(self.num_steps):
-                        gradients = (
-                            engine.begin_step(
-                                batches,
-                                lambda view, batch, index: view.training_step(
-                                    {"input_ids": batch}, index
-                                ),
-                                loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
-                            )
-                            .result()
-                            .gradients
+                        step = engine.begin_step(
+                            batches,
+                            lambda view, batch, index: view.training_step(
+                                {"input_ids": batch}, index
+                            ),
+                            loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
                         )
-                        updater.join()
-                        for parameter, gradient in gradients.items():
-                            parameter.grad = gradient
-                        if stale:
-                            updater.keep([optimizer])
-                        updater.submit(optimizer)
+                        if not stale:
+                            self._update(updater, optimizer, step)
+                            continue
+                        if before is not None:
+                            self._update(updater, optimizer, before, has_next=True)
+                        updater.defer(optimizer)
+                        step.outputs()
+                        before = step
+                    if before is not None:
+                        self._update(updater, optimizer, before, keeps=True)
                     updater.join()
             return self._idle_share(server)
+
+    def _update(
+        self,
+        updater: Updater,
+        optimizer: torch.optim.Optimizer,
+        step: Step,
+        *,
+        keeps: bool = False,
+        has_next: bool = False,
+    ) -> None:
+        """Submit the update that a step's gradients make; `has_next`: the next step has begun."""
+        gradients = step.result().gradients
+        if not keeps and not has_next:
+            updater.join()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        if keeps or has_next:
+            updater.keep([optimizer], is_read=has_next)
+        updater.submit(optimizer, release_gradients=has_next)
 
     def _idle_share(self, server: EmulatedServer) -> float:
         """Return the least idle share of a step, between the first computations of neighbours."""
