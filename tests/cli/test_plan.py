@@ -15,8 +15,7 @@ from roundpipe_commands import EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT, plan
 from roundpipe_lightning import Plan
 from roundpipe_lightning.cli.job import Job, MetaModel
 from roundpipe_lightning.cli.plan import command as plan_module
-from roundpipe_lightning.cli.plan.command import run
-from roundpipe_lightning.cli.plan.output import PlanOutput
+from roundpipe_lightning.cli.plan.command import PlanOutput, run
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.model.hardware import config_folder
 from roundpipe_lightning.planning.search.partition import Effort

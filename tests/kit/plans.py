@@ -5,8 +5,7 @@ from torch import nn
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.models.work.parameters import Blocks, parameter_work
-from roundpipe_lightning.planning.cost.costs import RecomputeStart
-from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
+from roundpipe_lightning.planning.cost.costs import Evaluator, PartitionTable, RecomputeStart
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.model.work import BlockWork, MicrobatchShape, size_model
 from roundpipe_lightning.planning.schedule.plan import Plan, round_robin_schedule, split_rounds

@@ -4,8 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_lightning.planning.cost.costs import RecomputeStart, stage_costs
-from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
+from roundpipe_lightning.planning.cost.costs import (
+    Evaluator,
+    PartitionTable,
+    RecomputeStart,
+    stage_costs,
+)
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.plan import round_robin_schedule

@@ -1,9 +1,27 @@
-"""Costs of the actions of a partition, the simulator's input, and of the host beside them."""
+"""Costs of a partition's actions, and the makespans of many partitions at once, as rows of arrays.
+
+`PartitionTable` says which stage has which blocks and segments. `Evaluator` is the inner loop of
+the search. `simulate` is its reference: it computes the same makespan for a whole table, stage
+after stage, as array operations. For one stage let a[m] be the arrival of microbatch m's input, r
+and c the seconds of its recompute and the rest (r = 0 but for an early recompute), and f the time
+at which its worker is free. Its actions end at
+
+    end[0] = max(a[0], f + r) + c
+    end[m] = max(a[m], end[m-1] + r) + c
+           = max over j <= m of (a'[j] - j (r + c)) + m (r + c) + c,   a'[0] = max(a[0], f + r),
+
+which is one running maximum instead of a loop over the microbatches. One thing is left out: that a
+recompute waits for its stored boundary too, which matters only where a worker is idle long before
+its gradient comes. So the makespan is exact or, rarely, too short, and the search confirms its best
+partitions with `simulate`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -181,3 +199,289 @@ def _stage_cost(stage: Stage, profile: ModelProfile, policy: RecomputePolicy) ->
         return ActionCost(compute_seconds=forward + backward + both + head_forward + head_backward)
     recompute = sum(block.seconds_to_recompute(policy) for block in blocks)
     return ActionCost(recompute_seconds=recompute, compute_seconds=backward + head_backward)
+
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionTable:
+    """Partitions as rows of block counts, and their stages as columns.
+
+    Columns stand in the order in which a microbatch passes the stages. A partition with fewer of
+    them has empty ones in front of its FORWARD and behind its BACKWARD stages.
+
+    Attributes:
+        forward: Shape (partitions, most FORWARD stages); shorter ones have zeros in front.
+        backward: Shape (partitions, 1 + most BACKWARD stages), column 0 the fused stage; shorter
+            ones have zeros behind.
+    """
+
+    forward: Counts
+    backward: Counts
+
+    def __len__(self) -> int:
+        return len(self.forward)
+
+    def __getitem__(self, rows: Counts | slice) -> PartitionTable:
+        return PartitionTable(forward=self.forward[rows], backward=self.backward[rows])
+
+    @classmethod
+    def of(cls, partitions: Sequence[Partition]) -> PartitionTable:
+        most_forward = max(partition.num_forward for partition in partitions)
+        most_backward = max(len(partition.backward) for partition in partitions)
+        forward = np.zeros((len(partitions), most_forward), dtype=np.int64)
+        backward = np.zeros((len(partitions), most_backward), dtype=np.int64)
+        for row, partition in enumerate(partitions):
+            forward[row, most_forward - partition.num_forward :] = partition.forward
+            backward[row, : len(partition.backward)] = partition.backward
+        return cls(forward=forward, backward=backward)
+
+    # --- the rule of `Stage.has_head_forward`, `has_head_backward` and `has_tail`, as columns -----
+
+    @cached_property
+    def first(self) -> Counts:
+        found: Counts = self.fused - np.count_nonzero(self.forward, axis=1)
+        return found
+
+    @cached_property
+    def last(self) -> Counts:
+        found: Counts = self.fused + np.count_nonzero(self.backward[:, 1:], axis=1)
+        return found
+
+    @property
+    def fused(self) -> int:
+        return int(self.forward.shape[1])
+
+    # --- blocks -----------------------------------------------------------------------------------
+
+    @cached_property
+    def start(self) -> Counts:
+        """First block of every stage, of shape (partitions, stages)."""
+        ahead = self.forward.cumsum(axis=1) - self.forward
+        behind = self.backward.sum(axis=1, keepdims=True) - self.backward.cumsum(axis=1)
+        return np.concatenate([ahead, behind], axis=1)
+
+    @cached_property
+    def stop(self) -> Counts:
+        stop: Counts = self.start + np.concatenate([self.forward, self.backward], axis=1)
+        return stop
+
+    @cached_property
+    def is_stage(self) -> npt.NDArray[np.bool_]:
+        here = self.stop > self.start
+        here[:, self.fused] = True
+        return here
+
+    def block_sums(self, sums: Floats) -> Floats:
+        found: Floats = sums[self.stop] - sums[self.start]
+        return found
+
+    def head_stages(self, profile: ModelProfile) -> list[tuple[Counts, Counts]]:
+        """Rows and columns of the stages that need the head: the first; the last if it is trained.
+
+        A head that is not trained has no backward pass.
+        """
+        rows = np.arange(len(self))
+        found = [(rows, self.first)]
+        if profile.head.trainable_bytes:
+            others = rows[self.first != self.last]
+            found.append((others, self.last[others]))
+        return found
+
+    def part_sums(self, profile: ModelProfile, size: str) -> Floats:
+        """Add up a figure over every stage's blocks and segments."""
+        sizes = self.block_sums(prefix_sums([getattr(block, size) for block in profile.blocks]))
+        for rows, columns in self.head_stages(profile):
+            sizes[rows, columns] += getattr(profile.head, size)
+        sizes[:, self.fused] += getattr(profile.tail, size)
+        return sizes
+
+    def neighbours(self, distance: int, *, goes_on: bool) -> Counts:
+        """Return the column of the stage so many places on; -1 where none is.
+
+        The last stages of a round are followed by the first ones of the next, if there is one. A
+        stage that follows itself is one stage run that goes on, so nothing follows.
+        """
+        columns = np.arange(self.start.shape[1])[None, :]
+        first, count = self.first[:, None], (self.last - self.first + 1)[:, None]
+        place = columns - first + distance
+        if goes_on:
+            place = place % count
+            is_other = distance % count != 0
+        else:
+            is_other = np.broadcast_to((place >= 0) & (place < count), place.shape)
+        found: Counts = np.where(is_other, place + first, -1)
+        return found
+
+
+def prefix_sums(values: Sequence[float]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+
+
+_CHUNK = 512  # partitions evaluated together: as many as keep the arrays in the cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Computes makespans, and whole steps, for one model on one number of workers.
+
+    A plan with teams of T is T pipelines that do not meet, each with 1/T of the workers and of the
+    microbatches: evaluate one of them.
+
+    Attributes:
+        rounds: Microbatches of each round.
+        forward_upload_seconds: Time to upload one byte of weights for a FORWARD stage; 0: no time.
+        backward_upload_seconds: The same for FUSED and BACKWARD stages, whose uploads may share the
+            host's memory with gradients on their way back.
+        team_size: Pipelines beside each other.
+        pipelines: Speeds of the workers of each pipeline and its microbatches of each round, where
+            workers are unequal; the slowest one counts. Empty: all are as above, of speed 1.
+        joined: Microbatches of the batch whose tail segment runs once, as in `Partition`; 0: none.
+        pipeline_share: Part of the pipeline that a step is longer by, because transfers and the
+            pipeline hinder each other; of steps that the host limits the quicker pipeline is best.
+    """
+
+    profile: ModelProfile
+    num_workers: int
+    rounds: tuple[int, ...]
+    hop_seconds: float
+    recompute_start: RecomputeStart = RecomputeStart.EARLY
+    forward_upload_seconds: float = 0.0
+    backward_upload_seconds: float = 0.0
+    weight_slots: int = 2
+    recompute: RecomputePolicy = RecomputePolicy.FULL
+    team_size: int = 1
+    host: HostCosts = field(default_factory=HostCosts)
+    pipelines: tuple[tuple[tuple[float, ...], tuple[int, ...]], ...] = ()
+    pipeline_share: float = 0.0
+    joined: int = 0
+
+    @property
+    def bound(self) -> Evaluator:
+        """The same with all weights there already: its steps are no longer."""
+        host = replace(self.host, per_uploaded_byte=0.0, first_upload=0.0)
+        return replace(
+            self,
+            forward_upload_seconds=0.0,
+            backward_upload_seconds=0.0,
+            host=host,
+            pipeline_share=0.0,
+        )
+
+    def seconds(self, table: PartitionTable) -> Floats:
+        host, rows = self.host, np.arange(len(table))
+        sizes = table.part_sums(self.profile, "parameter_bytes")
+        gradients = table.part_sums(self.profile, "trainable_bytes")[:, table.fused :]
+        # A stage that is the next one of its team, too, goes on as the same stage run.
+        count, rounds = table.last - table.first + 1, len(self.rounds)
+        same = self.num_workers % count == 0
+        runs = np.where(same, np.minimum(rounds, self.num_workers // count), rounds)
+        runs = self.team_size * runs
+        first = np.maximum((table.stop - table.start)[rows, table.first], 1)
+        edges = host.first_upload * sizes[rows, table.first] / first
+        edges += host.last_download * gradients[rows, table.last - table.fused]
+        pipeline = self.makespans(table)
+        step = host.step_seconds(
+            pipeline,
+            uploaded=runs * sizes.sum(axis=1),
+            downloaded=runs * gradients.sum(axis=1),
+            edges=edges,
+        )
+        result: Floats = step + self.pipeline_share * pipeline
+        return result
+
+    def makespans(self, table: PartitionTable) -> Floats:
+        """Return the pipeline's part: of one step, or from one to the next where it goes on."""
+        pipelines = self.pipelines or (((1.0,) * self.num_workers, self.rounds),)
+        chunks = [
+            np.max(
+                [
+                    self._makespans(table[slice(first, first + _CHUNK)], speeds, rounds)
+                    for speeds, rounds in pipelines
+                ],
+                axis=0,
+            )
+            for first in range(0, len(table), _CHUNK)
+        ]
+        return np.concatenate(chunks) if chunks else np.zeros(0)
+
+    def _makespans(
+        self, table: PartitionTable, speeds: tuple[float, ...], rounds: tuple[int, ...]
+    ) -> Floats:
+        recompute, compute = self._durations(table)
+        upload = self._upload_durations(table)
+        present = table.is_stage.T
+        period = recompute + compute
+        rows = np.arange(len(table))
+        # Worker `num_workers` is a dummy that is always free: absent stages run there, in no time.
+        free = np.zeros((self.num_workers + 1, len(table)))
+        free[-1] = -np.inf
+        free_before = free.copy()
+        uploaded = free.copy()
+        turns = np.zeros(len(table), dtype=np.int64)
+        hop = self.hop_seconds if self.num_workers > 1 else 0.0
+        before = upload[table.first, rows]
+        slowness = 1.0 / np.asarray([*speeds, 1.0])
+        for index, round_size in enumerate(rounds * (2 if self.host.goes_on else 1)):
+            if round_size == 0:
+                continue
+            if index == len(rounds):
+                before = free.max(axis=0)
+            places = np.arange(round_size, dtype=np.float64)[:, None]
+            ends = np.zeros((round_size, len(table)))
+            started = np.zeros(len(table), dtype=bool)
+            for stage in range(len(compute)):
+                here = present[stage]
+                worker = np.where(here, turns % self.num_workers, self.num_workers)
+                turns += here
+                ends += np.where(here & started, hop, 0.0)
+                started |= here
+                free_now = free[worker, rows]
+                slot_free = free_before[worker, rows] if self.weight_slots > 1 else free_now
+                weights = np.maximum(uploaded[worker, rows], slot_free)
+                weights += upload[stage]
+                start = np.maximum(free_now, weights)
+                slow = slowness[worker]
+                if self.joined and stage == table.fused:
+                    tail = self.joined * compute[stage] * slow
+                    ends[:] = np.maximum(ends.max(axis=0), start) + tail
+                    uploaded[worker, rows] = weights
+                    free_before[worker, rows] = free_now
+                    free[worker, rows] = ends[0]
+                    continue
+                np.maximum(ends[0], start + recompute[stage] * slow, out=ends[0])
+                offsets = places * (period[stage] * slow)
+                ends -= offsets
+                np.maximum.accumulate(ends, axis=0, out=ends)
+                offsets += compute[stage] * slow
+                ends += offsets
+                uploaded[worker, rows] = weights
+                free_before[worker, rows] = free_now
+                free[worker, rows] = np.where(here, ends[-1], -np.inf)
+        result: Floats = free.max(axis=0) - before
+        return result
+
+    def _upload_durations(self, table: PartitionTable) -> Floats:
+        sizes = table.part_sums(self.profile, "parameter_bytes")
+        sizes[:, : table.fused] *= self.forward_upload_seconds
+        sizes[:, table.fused :] *= self.backward_upload_seconds
+        return np.ascontiguousarray(sizes.T)
+
+    def _durations(self, table: PartitionTable) -> tuple[Floats, Floats]:
+        blocks, head, tail = self.profile.blocks, self.profile.head, self.profile.tail
+        fused, rows = table.fused, np.arange(len(table))
+        forward = table.block_sums(prefix_sums([block.forward_seconds for block in blocks]))
+        compute = table.block_sums(prefix_sums([block.backward_seconds for block in blocks]))
+        compute[rows, table.last] += head.backward_seconds
+        compute[:, fused] += forward[:, fused]
+        compute[:, fused] += tail.forward_seconds + tail.backward_seconds
+        compute[:, :fused] = forward[:, :fused]
+        compute[rows, table.first] += head.forward_seconds
+        again = [block.seconds_to_recompute(self.recompute) for block in blocks]
+        recompute = table.block_sums(prefix_sums(again))
+        recompute[:, : fused + 1] = 0.0
+        if self.recompute_start is RecomputeStart.WITH_GRADIENT:
+            compute += recompute
+            recompute = np.zeros_like(recompute)
+        return np.ascontiguousarray(recompute.T), np.ascontiguousarray(compute.T)

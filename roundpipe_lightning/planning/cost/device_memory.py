@@ -26,8 +26,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_lightning.planning.cost.costs import Floats
-from roundpipe_lightning.planning.cost.partition_table import Counts, PartitionTable, prefix_sums
+from roundpipe_lightning.planning.cost.costs import Counts, Floats, PartitionTable, prefix_sums
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout

@@ -24,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_lightning.errors import FitError, PlanError
-from roundpipe_lightning.planning.cost.costs import BoundaryRoute, Floats
+from roundpipe_lightning.planning.cost.costs import BoundaryRoute, Evaluator, Floats, PartitionTable
 from roundpipe_lightning.planning.cost.device_memory import Footprint, size_text
-from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
 from roundpipe_lightning.planning.cost.predict import StepModel, StepPrediction
 from roundpipe_lightning.planning.cost.traffic import hop_seconds
 from roundpipe_lightning.planning.model.hardware import HardwareSpec

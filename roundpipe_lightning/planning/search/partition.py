@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.cost.partition_table import Evaluator, PartitionTable
+from roundpipe_lightning.planning.cost.costs import Evaluator, PartitionTable
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.stages import (
     Partition,
