@@ -8,6 +8,7 @@ are not alike.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -186,8 +187,8 @@ def _pairs(
                     and change.overrides not in known
                     and len(names) == len(overrides)
                 ):
-                    # The second one keeps the results of the first.
-                    cost = f"{first.change.cost}; {change.cost.removeprefix('the same results, ')}"
+                    where = re.sub("^the same results( but for rounding)?, ", "", change.cost)
+                    cost = f"{first.change.cost}; {where}"
                     both = dataclasses.replace(change, overrides=overrides, cost=cost)
                     remedy = dataclasses.replace(second, change=both)
                     found.setdefault(frozenset(overrides), remedy)
