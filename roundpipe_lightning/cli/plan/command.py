@@ -182,10 +182,8 @@ class PlanOutput:
             lines += ["", *self._described.plan_lines()]
         lines += ["", "Memory", *memory_lines(self.answer.memory)]
         if self.answer.optimizer_disk_bytes:
-            lines.append(
-                f"  disk: {size_text(self.answer.optimizer_disk_bytes)} of optimizer state; the "
-                "time to read and write it is not predicted"
-            )
+            size = size_text(self.answer.optimizer_disk_bytes)
+            lines.append(f"  disk: {size} of optimizer state, read and written in each step")
         lines += self._step_lines()
         lines += self._node_lines()
         if self.longest_seq_len is not None:
