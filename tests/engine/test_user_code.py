@@ -15,7 +15,7 @@ from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.capture.side_outputs import SideOutputs
 from roundpipe_lightning.engine.capture.torch_functions import ModeStack
-from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import UnusedStackWarning
 from roundpipe_lightning.errors import CaptureError, ConfigurationError
 from roundpipe_lightning.planning.schedule.stages import Partition
@@ -299,6 +299,6 @@ def test_operations_in_a_block_cost_few_calls(monkeypatch: pytest.MonkeyPatch) -
     module = Regressor(1, make_block=Counted)
     stack = layers_of(module)
     plan = plan_of(stack, num_microbatches=1, partition=Partition(forward=(), backward=(1,)))
-    engine_step(module, stack, plan, regression_batches(1))
+    engine_step(module, stack, plan, regression_batches(1), devices=[CpuDevice()])
     assert calls["__torch_function__"] == 40
     assert calls.total() <= 120, calls
