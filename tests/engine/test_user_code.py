@@ -298,7 +298,8 @@ def test_operations_in_a_block_cost_few_calls(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(SideOutputs, "_marks_exist", False)  # by other tests
     module = Regressor(1, make_block=Counted)
     stack = layers_of(module)
-    plan = plan_of(stack, num_microbatches=1, partition=Partition(forward=(), backward=(1,)))
+    partition = Partition(forward=(), backward=(1,))
+    plan = plan_of(stack, num_workers=1, num_microbatches=1, partition=partition)
     engine_step(module, stack, plan, regression_batches(1), devices=[CpuDevice()])
     assert calls["__torch_function__"] == 40
     assert calls.total() <= 120, calls
