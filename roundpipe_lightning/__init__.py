@@ -24,8 +24,8 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.search.planner import plan_training
 from roundpipe_lightning.planning.search.request import PlanningRequest
 from roundpipe_lightning.precision import RoundPipePrecision
-from roundpipe_lightning.strategy.registry import register as _register
-from roundpipe_lightning.strategy.registry import replace_pytorch_lightning
+from roundpipe_lightning.strategy.checks import register as _register
+from roundpipe_lightning.strategy.checks import replace_pytorch_lightning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roundpipe_lightning.errors import CheckpointError, RoundPipeError
-from roundpipe_lightning.models.load_module import first_lines, shape_differences
+from roundpipe_lightning.models.load import first_lines, shape_differences
 from roundpipe_lightning.models.weight_files import mapped_parameters
 
 FROZEN_KEY = "roundpipe_frozen"  # entry of a checkpoint that says what it leaves out

@@ -32,7 +32,7 @@ from roundpipe_lightning.models.export import (
     find_pretrained,
 )
 from roundpipe_lightning.models.hub import make_repository, push_folder
-from roundpipe_lightning.models.load_module import draw_buffers
+from roundpipe_lightning.models.load import draw_buffers
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource, TokenizerSource
 from roundpipe_lightning.modules.adapters import saved_adapters
 from roundpipe_lightning.modules.chat import ChatModule

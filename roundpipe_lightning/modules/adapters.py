@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
-from roundpipe_lightning.models.load_module import first_lines, shape_differences
+from roundpipe_lightning.models.load import first_lines, shape_differences
 from roundpipe_lightning.models.weight_files import check_exported
 
 if TYPE_CHECKING:

@@ -34,14 +34,16 @@ from roundpipe_lightning.engine.capture.randomness import mix
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim.disk import StateFiles
 from roundpipe_lightning.optim.kernel import StepKernel
-from roundpipe_lightning.optim.pieces import (
+from roundpipe_lightning.optim.state import (
     FlatParameter,
+    MomentFormat,
     Settings,
+    StatePlace,
+    check_options,
     flattened_like,
     memory_of,
     shaped,
 )
-from roundpipe_lightning.optim.state import MomentFormat, StatePlace, check_options
 
 _HOW_TORCH_STEPS = {
     "amsgrad": False,

@@ -21,10 +21,15 @@ import torch
 from torch import Tensor
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.optim.blockwise import BLOCK, num_blocks
 from roundpipe_lightning.optim.disk import StateFiles
-from roundpipe_lightning.optim.pieces import FlatParameter, Task, cut_into_tasks
-from roundpipe_lightning.optim.state import MomentFormat, step_with_torch
+from roundpipe_lightning.optim.rounding import BLOCK, num_blocks
+from roundpipe_lightning.optim.state import (
+    FlatParameter,
+    MomentFormat,
+    Task,
+    cut_into_tasks,
+    step_with_torch,
+)
 
 if TYPE_CHECKING:
     from roundpipe_lightning.optim.native import PieceStep

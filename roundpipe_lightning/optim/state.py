@@ -7,7 +7,10 @@ bf16        step   noise_seed   exp_avg (bfloat16)                 exp_avg_sq (b
 checkpoint  step   noise_seed   exp_avg                            exp_avg_sq
 ```
 
-A step works on pieces of flat tensors. For each piece a moment is *loaded* as a tensor of the
+A parameter is seen as one flat vector in the order of its memory, and so are its gradient, its
+state and its copies. A step works on pieces of it that fit a processor's cache. A piece begins at a
+multiple of 1024 elements, so which of them share a vector instruction, or a scale of 8 bit codes,
+does not depend on how large pieces are. For each piece a moment is *loaded* as a tensor of the
 working dtype (its own memory where it already is that, else a copy), stepped in place, and *saved*.
 `step_with_torch` does so with torch's operations, which define the bits. Machine code
 (`optim/native.py`) does the same in one loop.
@@ -16,7 +19,8 @@ working dtype (its own memory where it already is that, else a copy), stepped in
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -25,23 +29,15 @@ import torch
 from torch import Tensor
 
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
-from roundpipe_lightning.optim.blockwise import (
+from roundpipe_lightning.optim.rounding import (
     BLOCK,
     FIRST_MOMENT,
     SECOND_MOMENT,
     Noise,
     PowerCode,
     num_blocks,
+    round_stochastically,
 )
-from roundpipe_lightning.optim.pieces import (
-    ROUNDED,
-    Piece,
-    Task,
-    dense_like,
-    flattened_like,
-    shaped,
-)
-from roundpipe_lightning.optim.rounding import round_stochastically
 
 _LARGE = 1 << 20  # elements of a parameter whose bytes are those of a large model
 _PIECE = 1 << 18  # elements that a whole moment is converted by; a multiple of BLOCK
@@ -132,7 +128,7 @@ class MomentFormat(Enum):
 
     FP32 = "fp32"  # float32: 8 bytes per parameter, the numbers of `torch.optim.AdamW(fused=True)`
     BF16 = "bf16"  # bfloat16, rounded at random: 4 bytes per parameter
-    EIGHT_BITS = "8bit"  # blocks of 8 bit codes (`optim/blockwise.py`): 2.03 bytes per parameter
+    EIGHT_BITS = "8bit"  # blocks of 8 bit codes (`optim/rounding.py`): 2.03 bytes per parameter
 
     @functools.cached_property
     def moments(self) -> tuple[Moment, Moment]:
@@ -282,3 +278,96 @@ def _loaded(tensor: Tensor, piece: Piece) -> Tensor:
 
 def _noise(piece: Piece, what: str) -> Noise:
     return Noise(seed=piece.parameter.seed + ROUNDED.index(what), offset=piece.start)
+
+
+ROUNDED = ("values", "first", "second")
+"""Parts of a parameter that noise is drawn for: the master and its two moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Hyper-parameters of a step of AdamW."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FlatParameter:
+    """A parameter about to be stepped; all tensors flat, in the order of the parameter's memory."""
+
+    values: Tensor  # master
+    gradient: Tensor  # of the same size, in any floating dtype
+    state: Mapping[str, Tensor]  # tensors of the moments
+    step: Tensor  # number of this step, a scalar tensor; 1 is the first
+    copy: Tensor | None  # where the new values are also written, cast to its dtype
+    seed: int  # of the roundings of this parameter in this step
+    settings: Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Elements `start` to `stop` of a parameter."""
+
+    parameter: FlatParameter
+    start: int
+    stop: int
+
+
+Task = tuple[Piece, ...]
+"""Pieces with the same settings that one thread steps: small ones together, because every call of a
+kernel costs some microseconds."""
+
+
+def cut_into_tasks(parameters: Sequence[FlatParameter], *, size: int) -> Iterator[Task]:
+    """Cut parameters into tasks of at most `size` elements, a multiple of 1024."""
+    group: list[Piece] = []
+    filled = 0
+    for parameter in parameters:
+        count = parameter.values.numel()
+        for start in range(0, count, size):
+            piece = Piece(parameter=parameter, start=start, stop=min(start + size, count))
+            weight = math.ceil((piece.stop - start) / BLOCK) * BLOCK
+            differs = group and group[0].parameter.settings != parameter.settings
+            if group and (filled + weight > size or differs):
+                yield tuple(group)
+                group, filled = [], 0
+            group.append(piece)
+            filled += weight
+    if group:
+        yield tuple(group)
+
+
+# ------------------------------------------------------------------------------- order in memory
+
+
+def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=torch.preserve_format)
+
+
+def shaped(flat: Tensor, like: Tensor) -> Tensor:
+    form = dense_like(like)
+    return flat.as_strided(form.shape, form.stride())
+
+
+def flattened_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor's elements in the order of another's memory.
+
+    They are a view; a copy where the order is another one, or there are gaps.
+    """
+    tensor = tensor.detach()
+    if tensor.is_contiguous() and like.is_contiguous():
+        return tensor.view(-1)
+    form = dense_like(like)
+    if tensor.stride() != form.stride() and tensor.numel() > 1:
+        place = torch.empty_strided(form.shape, form.stride(), dtype=tensor.dtype)
+        tensor = place.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def memory_of(parameter: Tensor) -> tuple[int, int]:
+    return parameter.data_ptr(), parameter.numel()

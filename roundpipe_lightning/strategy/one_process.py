@@ -17,8 +17,8 @@ from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.errors import ConfigurationError, HostError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import checks, compat
+from roundpipe_lightning.strategy.checks import with_workers
 from roundpipe_lightning.strategy.hosts import agreement, launch
-from roundpipe_lightning.strategy.registry import with_workers
 
 T = TypeVar("T")
 

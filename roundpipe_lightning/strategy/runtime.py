@@ -36,6 +36,7 @@ from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.hosts.data import GlobalBatch, HostPart, own_draws
 from roundpipe_lightning.strategy.logging import (
+    LentMetrics,
     LogCall,
     host_log,
     log_into,
@@ -44,7 +45,6 @@ from roundpipe_lightning.strategy.logging import (
     log_replaced,
     logged_from,
 )
-from roundpipe_lightning.strategy.metrics import LentMetrics
 from roundpipe_lightning.strategy.microbatching import MicrobatchedBatch, ModeChoice
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
 from roundpipe_lightning.strategy.planning.inputs import PlanEvent, Planned, num_values

@@ -4,7 +4,7 @@ from dataclasses import replace
 from torch import nn
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.models.work.parameters import Blocks, parameter_work
+from roundpipe_lightning.models.work.work_profile import Blocks, parameter_work
 from roundpipe_lightning.planning.cost.costs import Evaluator, PartitionTable, RecomputeStart
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.model.work import BlockWork, MicrobatchShape, size_model

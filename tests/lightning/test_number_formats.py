@@ -13,7 +13,7 @@ from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.engine.transfer.copy_queue import TransferQueue
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_stacks
-from roundpipe_lightning.models.work.parameters import parameter_work
+from roundpipe_lightning.models.work.work_profile import parameter_work
 from roundpipe_lightning.planning.cost.device_memory import MemoryKind
 from roundpipe_lightning.planning.cost.memory import MemoryModel
 from roundpipe_lightning.planning.model.hardware import load_hardware

@@ -12,7 +12,7 @@ from torch import nn
 
 import roundpipe_lightning
 from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
-from roundpipe_lightning.strategy.registry import register
+from roundpipe_lightning.strategy.checks import register
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import Regressor, make_trainer, regression_data
 

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.strategy.registry import register, replace_pytorch_lightning
+from roundpipe_lightning.strategy.checks import register, replace_pytorch_lightning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import Regressor, make_trainer, regression_data, same_bits
 
@@ -145,7 +145,7 @@ def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     others = [
         finder
         for finder in sys.meta_path
-        if type(finder).__module__ != "roundpipe_lightning.strategy.registry"
+        if type(finder).__module__ != "roundpipe_lightning.strategy.checks"
     ]
     kept = {n: m for n, m in sys.modules.items() if n.startswith(_FOREIGN)}
     with monkeypatch.context() as patch:

@@ -27,8 +27,7 @@ from roundpipe_lightning.models.quantized import (
     quantize_frozen,
 )
 from roundpipe_lightning.models.weight_files import UnmappedWeightsWarning, mapped_parameters
-from roundpipe_lightning.models.work.parameters import parameter_work
-from roundpipe_lightning.models.work.work_profile import step_profile
+from roundpipe_lightning.models.work.work_profile import parameter_work, step_profile
 from roundpipe_lightning.modules import ModelSource
 from roundpipe_lightning.planning.model.work import MicrobatchShape, ParameterStorage, size_model
 from tests.kit.architectures import TINY, Adapted, token_batches

@@ -14,8 +14,11 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion
 from roundpipe_lightning.models.work.meter import Count, Meter
-from roundpipe_lightning.models.work.parameters import module_fingerprint, parameter_work
-from roundpipe_lightning.models.work.work_profile import step_profile
+from roundpipe_lightning.models.work.work_profile import (
+    module_fingerprint,
+    parameter_work,
+    step_profile,
+)
 from roundpipe_lightning.planning.model.work import BlockWork, WorkProfile
 
 WIDTH = 8

@@ -15,8 +15,7 @@ from roundpipe_lightning.engine.chain.chain import Link
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.work.meta_run import kinds_of
-from roundpipe_lightning.models.work.parameters import module_fingerprint
-from roundpipe_lightning.models.work.work_profile import work_profile
+from roundpipe_lightning.models.work.work_profile import module_fingerprint, work_profile
 from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.model.work import MicrobatchShape, Work, WorkProfile
 

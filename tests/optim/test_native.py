@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim import HostAdamW, kernel, native
-from roundpipe_lightning.optim.compiled_loops import KernelForm, noise_keys
-from roundpipe_lightning.optim.pieces import FlatParameter, Settings
+from roundpipe_lightning.optim.native import KernelForm, noise_keys
 from roundpipe_lightning.optim.rounding import round_stochastically
-from roundpipe_lightning.optim.state import MomentFormat
+from roundpipe_lightning.optim.state import FlatParameter, MomentFormat, Settings
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 7, 8, 31, 256, 1000, 5003)  # all loops, with and without what is left over

@@ -17,18 +17,16 @@ from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.device.host_memory import PinnedPool
 from roundpipe_lightning.engine.transfer.gradient_downloads import HostSums
 from roundpipe_lightning.optim import kernel
-from roundpipe_lightning.optim.blockwise import (
+from roundpipe_lightning.optim.kernel import KernelThreads
+from roundpipe_lightning.optim.rounding import (
     BLOCK,
     FIRST_MOMENT,
     SECOND_MOMENT,
     Noise,
     PowerCode,
-    num_blocks,
-)
-from roundpipe_lightning.optim.kernel import KernelThreads
-from roundpipe_lightning.optim.rounding import (
     keep_wide_state,
     noise,
+    num_blocks,
     round_stochastically,
     step_in_float32,
 )

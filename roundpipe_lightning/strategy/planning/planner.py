@@ -24,7 +24,7 @@ from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.store.flat_buffers import is_mapped
 from roundpipe_lightning.errors import BatchError, FitError, PlanError
 from roundpipe_lightning.models.batches import batch_size_of, length_of, shortened, split_batch
-from roundpipe_lightning.models.work.parameters import parameter_work
+from roundpipe_lightning.models.work.work_profile import parameter_work
 from roundpipe_lightning.planning.cost.costs import UpdateTiming
 from roundpipe_lightning.planning.cost.memory import longest_that_fits
 from roundpipe_lightning.planning.model.profile import ModelProfile

@@ -44,7 +44,6 @@ from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.runtime import PipelineRuntime
 from roundpipe_lightning.strategy.updates import sync_hooks
-from roundpipe_lightning.strategy.updates.clipping import late_clipping, values_clip
 from roundpipe_lightning.strategy.updates.parameter_watch import (
     Access,
     ParameterWatch,
@@ -285,10 +284,10 @@ class OptimizerSync:
             return False
         if self._has_hosts:
             by_value = algorithm == GradClipAlgorithmType.VALUE
-            self._clip = values_clip(limit) if by_value else NormClip(limit)
+            self._clip = _values_clip(limit) if by_value else NormClip(limit)
             return True
         updater.join()
-        self._clip = late_clipping(optimizer, limit, algorithm, norm_of=updater.norm_of)
+        self._clip = _late_clipping(optimizer, limit, algorithm, norm_of=updater.norm_of)
         return self._clip is not None
 
     @contextmanager
@@ -500,3 +499,39 @@ def all_finite(tensor: Tensor) -> bool:
     if values.is_sparse:
         values = values.coalesce().values()
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
+_SMALL = 1e-6  # what torch adds to the norm
+
+
+# Clipping ----------------------------------------------------------------------------------------
+
+
+def _late_clipping(
+    optimizer: Optimizer,
+    limit: float,
+    algorithm: GradClipAlgorithmType,
+    *,
+    norm_of: Callable[[Tensor], Tensor],
+) -> Callable[[Tensor], Any] | None:
+    """Return what clips a gradient in place; None where torch's own function must do it.
+
+    The largest norm needs all gradients, but each one's is measured when it has come, while the
+    backward pass still runs. The bits are those of `torch.nn.utils.clip_grad_norm_` and
+    `clip_grad_value_`.
+    """
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    members = [p for p in members if p.grad is not None]
+    kinds = {(p.grad.dtype, p.grad.device.type, p.grad.layout) for p in members}
+    if len(kinds) != 1 or kinds.pop()[1:] != ("cpu", torch.strided):
+        return None  # torch goes by kinds
+    if GradClipAlgorithmType(algorithm) is GradClipAlgorithmType.VALUE:
+        return _values_clip(limit)
+    total = torch.linalg.vector_norm(torch.stack([norm_of(p) for p in members]))
+    factor = torch.clamp(limit / (total + _SMALL), max=1.0)
+    return lambda gradient: gradient.mul_(factor)
+
+
+def _values_clip(limit: float) -> Callable[[Tensor], Any]:
+    """Return what clips the values of a gradient in place."""
+    return lambda gradient: gradient.clamp_(min=-limit, max=limit)
