@@ -27,12 +27,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.device.host_memory import check_host_memory
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.quantized import quantizable_weights, quantize_frozen
-from roundpipe_lightning.models.weight_files import (
-    bring_into_memory,
-    find_weight_files,
-    map_frozen,
-    opened,
-)
+from roundpipe_lightning.models.weight_files import find_weight_files, map_frozen, opened
 from roundpipe_lightning.planning.model.work import ParameterStorage
 
 if TYPE_CHECKING:
@@ -140,12 +135,14 @@ def load_pretrained(
         )
     model.config.name_or_path = model.name_or_path = name
     _load_generation_config(model, name, options=options)
-    if mapped is not None:
-        map_frozen(model, mapped, for_good=options.mapped)
+    if mapped is not None and options.mapped:
+        map_frozen(model, mapped)
     if options.quantizes:
         quantize_frozen(model, options.frozen_bits)
     if mapped is not None and not options.mapped:
-        bring_into_memory(model)
+        for parameter in model.parameters():  # the mapping ends with its last view
+            if parameter.data_ptr() in mapped:
+                parameter.data = parameter.data.clone()
     return cast("PreTrainedModel", model)
 
 

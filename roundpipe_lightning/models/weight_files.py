@@ -17,7 +17,7 @@ import pickle
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -282,7 +282,7 @@ def check_can_map() -> None:
         )
 
 
-def map_frozen(model: nn.Module, files: Mapping[int, Path], *, for_good: bool = True) -> None:
+def map_frozen(model: nn.Module, files: Mapping[int, Path]) -> None:
     """Freeze a model and make the parameters that are views of files mapped ones.
 
     Args:
@@ -302,9 +302,9 @@ def map_frozen(model: nn.Module, files: Mapping[int, Path], *, for_good: bool = 
             in_memory[name] = parameter
         else:
             replaced[parameter] = MappedParameter(parameter.data, file=file)
-    _replace_parameters(model, replaced.get)
-    if not for_good:
-        return
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, replaced.get(parameter, parameter))
     model.register_state_dict_post_hook(_leave_out)
     model.register_load_state_dict_pre_hook(_check_agreement)
     model.register_load_state_dict_post_hook(_excuse_missing)
@@ -318,28 +318,6 @@ def map_frozen(model: nn.Module, files: Mapping[int, Path], *, for_good: bool = 
             category=UnmappedWeightsWarning,
             stacklevel=4,
         )
-
-
-def bring_into_memory(model: nn.Module) -> None:
-    """Make mapped parameters ordinary ones, frozen as they were."""
-    brought: dict[nn.Parameter, nn.Parameter] = {}
-
-    def in_memory(parameter: nn.Parameter) -> nn.Parameter | None:
-        if is_mapped(parameter) and parameter not in brought:
-            brought[parameter] = nn.Parameter(parameter.data.clone(), requires_grad=False)
-        return brought.get(parameter)
-
-    _replace_parameters(model, in_memory)
-
-
-def _replace_parameters(
-    model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter | None]
-) -> None:
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            new = replacement(parameter)
-            if new is not None:
-                setattr(module, name, new)
 
 
 def mapped_parameters(module: nn.Module) -> dict[str, MappedParameter]:

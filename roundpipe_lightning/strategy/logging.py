@@ -17,6 +17,7 @@ from __future__ import annotations
 
 # torchmetrics has no public face for a metric's states.
 # ruff: noqa: SLF001
+import inspect
 import os
 import threading
 import traceback
@@ -25,6 +26,7 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from numbers import Number
 from typing import Any, NoReturn, TypeAlias
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
@@ -37,20 +39,7 @@ from roundpipe_lightning.errors import ConfigurationError, StepModeError
 from roundpipe_lightning.strategy import compat
 
 _MEANS = (torch.mean, "mean", "avg")
-_POSITIONAL = (
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "reduce_fx",
-    "enable_graph",
-    "sync_dist",
-    "sync_dist_group",
-    "add_dataloader_idx",
-    "batch_size",
-    "metric_attribute",
-    "rank_zero_only",
-)
+_POSITIONAL = tuple(inspect.signature(LightningModule.log).parameters)[3:]
 """Parameters of `LightningModule.log` after the value, in their order."""
 
 LogCall: TypeAlias = tuple[str, Any, dict[str, Any]]
@@ -77,13 +66,8 @@ def logged_from(
             before_read()
         return type(results).metrics(results, *args, **kwargs)
 
-    before, results.batch = results.batch, used
-    vars(results)["metrics"] = metrics
-    try:
+    with patch.object(results, "batch", used), patch.object(results, "metrics", metrics):
         yield
-    finally:
-        del vars(results)["metrics"]
-        results.batch = before
 
 
 def host_log(
@@ -154,19 +138,6 @@ def log_into(calls: list[LogCall]) -> Callable[..., None]:
         calls.append((name, value, arguments))
 
     return log
-
-
-@contextmanager
-def log_replaced(module: LightningModule, log: Callable[..., None]) -> Iterator[None]:
-    """Let `module.log` be another function, in views that are made meanwhile, too."""
-    attributes = vars(module)
-    before = {"log": attributes["log"]} if "log" in attributes else {}
-    attributes["log"] = log
-    try:
-        yield
-    finally:
-        del attributes["log"]
-        attributes.update(before)
 
 
 def log_means(

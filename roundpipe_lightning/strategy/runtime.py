@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -42,7 +43,6 @@ from roundpipe_lightning.strategy.logging import (
     log_into,
     log_means,
     log_noted,
-    log_replaced,
     logged_from,
 )
 from roundpipe_lightning.strategy.microbatching import MicrobatchedBatch, ModeChoice
@@ -426,7 +426,7 @@ class PipelineRuntime:
         with (
             self._metrics.lent(is_whole=is_one),
             nullcontext() if hosts is None else own_draws(hosts, self._batch_number),
-            log_replaced(self._module, log),
+            patch.object(self._module, "log", log),
         ):
             # A host has as many microbatches as its part of the batch gives.
             before = [] if hosts is None else hosts.control.objects(cut.num_microbatches)
@@ -625,7 +625,7 @@ class PipelineRuntime:
         with (
             self._metrics.lent(),
             device_generators_seeded(device, self._batch_number),
-            log_replaced(self._module, host_log(self._module)),
+            patch.object(self._module, "log", host_log(self._module)),
         ):
             output: STEP_OUTPUT = step.run_step(call, batch)
         return output
@@ -643,7 +643,7 @@ class PipelineRuntime:
             self._cast_again()
             engine = self._open_engine()
             log = host_log(self._module, syncs=self.hosts is not None)
-            with self._metrics.lent(), log_replaced(self._module, log):
+            with self._metrics.lent(), patch.object(self._module, "log", log):
                 call = self._step_of(step_name, arguments)
                 return engine.evaluate(call, batch, outside=self._fusion)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -85,11 +86,12 @@ def measure_run(
     outside = [child for child in module.modules() if child not in inside]
     hooks = [child.register_forward_hook(recorder.after_module) for child in outside]
     try:
-        with FusedAttention(), _autocast_on_meta(), meter, contextlib.ExitStack() as patches:
+        with FusedAttention(), meter, contextlib.ExitStack() as patches:
             patches.enter_context(_nothing_collected())
+            patches.enter_context(patch.object(torch, "autocast", _Autocast))
             for index, block in enumerate(blocks):
                 forward = recorder.measured_forward(index, kinds[index], block.forward)
-                patches.enter_context(_replaced_forward(block, forward))
+                patches.enter_context(patch.object(block, "forward", forward))
             recorder.begin()
             recorder.end(call(module, sequences, seq_len))
     except ConfigurationError:
@@ -344,34 +346,13 @@ def _closure(function: FunctionType) -> Iterator[Any]:
 
 
 class _Autocast(torch.autocast):
-    """Autocast that takes the meta device, too, where it changes nothing."""
+    """Autocast that takes the meta device, too, where it changes nothing.
+
+    Code may ask its tensors for their device and say `torch.autocast(that, ...)`.
+    """
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _autocast_on_meta() -> Iterator[None]:
-    """Let code that asks its tensors for their device say `torch.autocast(that, ...)`."""
-    before = torch.autocast
-    torch.autocast = _Autocast  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        torch.autocast = before  # type: ignore[misc]
-
-
-@contextlib.contextmanager
-def _replaced_forward(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = block.__dict__.get("forward")
-    block.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del block.__dict__["forward"]
-        else:
-            block.__dict__["forward"] = own
 
 
 # --- tensors --------------------------------------------------------------------------------------

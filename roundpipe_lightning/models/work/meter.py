@@ -35,11 +35,7 @@ _FREE = frozenset(
         aten.empty_strided.default,
         aten.new_empty.default,
         aten.new_empty_strided.default,
-        aten.detach.default,
-        aten.alias.default,
-        aten.lift_fresh.default,
         aten._unsafe_view.default,  # noqa: SLF001
-        aten._reshape_alias.default,  # noqa: SLF001
     }
 )
 _MATRIX = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "dot", "mv", "addmv"})

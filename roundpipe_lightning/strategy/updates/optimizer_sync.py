@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
@@ -293,8 +294,6 @@ class OptimizerSync:
     @contextmanager
     def _submitting(self, optimizer: Optimizer) -> Iterator[None]:
         """Let `optimizer.step` submit until the end of the context."""
-        attributes: dict[str, Any] = vars(optimizer)
-        before = attributes.get("step")
         whole = optimizer.step
 
         def submit(closure: Callable[[], Any] | None = None) -> Any:
@@ -306,7 +305,7 @@ class OptimizerSync:
             if updater is None:  # there was no batch
                 whole()
                 return result
-            attributes["_opt_called"] = True  # what a scheduler's wrapper of `step` notes
+            vars(optimizer)["_opt_called"] = True  # what a scheduler's wrapper of `step` notes
             self._watch.watch()
             if batch is not None:
                 batch.defer_update(updater, optimizer)
@@ -327,15 +326,12 @@ class OptimizerSync:
                 self._runtime.make_whole()
             return result
 
-        attributes["step"] = submit
         self._is_submitting, self._clip = True, None
         try:
-            yield
+            with patch.object(optimizer, "step", submit):
+                yield
         finally:
             self._is_submitting = False
-            del attributes["step"]
-            if before is not None:
-                attributes["step"] = before
 
     # Waiting -------------------------------------------------------------------------------------
 
