@@ -20,13 +20,9 @@ _ERRORS = (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError)
 
 
 def unreadable(what: str, name: str, error: Exception, *, otherwise: str) -> ModelSourceError:
-    """Say in a line why something is not read, and what to do.
+    """Say in a line why something on the hub, or in a local folder, is not read, and what to do.
 
-    Args:
-        what: What is read, for the message.
-        name: A name on the hub, or a local folder.
-        error: What transformers raised.
-        otherwise: What to do where it is not the name, the revision or the access that is wrong.
+    `otherwise` is what to do where it is not the name, the revision or the access that is wrong.
     """
     causes: list[BaseException | None] = [error]
     while causes[-1] is not None:
@@ -65,11 +61,7 @@ def make_repository(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str) -> str:
-    """Upload a folder to a repository, and return its address.
-
-    Raises:
-        ModelSourceError: The hub cannot be reached, or does not let this user write there.
-    """
+    """Upload a folder to a repository, and return its address; raises as `make_repository`."""
     try:
         done = HfApi().upload_folder(
             repo_id=name, folder_path=folder, commit_message="Upload a trained model"

@@ -212,9 +212,6 @@ def _check_match(
     """Compare names and shapes, as they are once transformers has renamed and fused them.
 
     Its loading runs once on tensors without values, so that its rules are the ones that hold.
-
-    Raises:
-        ModelSourceError: Listing every tensor that is missing, extra or of another shape.
     """
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     load = partial(

@@ -133,12 +133,7 @@ class HostAdamW(Optimizer):
     # -------------------------------------------------------------------------------- parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own where given.
-
-        Raises:
-            ConfigurationError: An option is out of its range, or a parameter cannot be stepped.
-            OffloadError: The disk has no room for their state.
-        """
+        """Add parameters, with options of their own where given; raises as the class does."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

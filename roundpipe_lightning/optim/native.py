@@ -105,8 +105,7 @@ def prepare(
 ) -> PieceStep | None:
     """Return the step of a parameter; None: torch's operations have to.
 
-    Raises:
-        UnusableCodeError: The loop has not the bits of torch's operations, or cannot be made.
+    UnusableCodeError: the loop has not the bits of torch's operations, or cannot be made.
     """
     if not _is_readable(parameter, moments):
         return None

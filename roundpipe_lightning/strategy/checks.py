@@ -1,4 +1,4 @@
-"""Refuses what cannot work with the strategy, before training starts.
+"""Refuses what cannot work with the strategy, with a ConfigurationError before training starts.
 
 Lightning stays silent about most of these and would compute something else. Every message names the
 flag and the way out. Here are also the registrations with Lightning: of the strategy's name, and of
@@ -52,11 +52,7 @@ def takes_iterator(module: LightningModule, *steps: str) -> bool:
 
 
 def check_trainer_flags(strategy: ParallelStrategy) -> None:
-    """Refuse flags of the Trainer that cannot work; `launch.check_launch` looks at processes.
-
-    Raises:
-        ConfigurationError: A flag cannot work.
-    """
+    """Refuse flags of the Trainer that cannot work; `launch.check_launch` looks at processes."""
     if compat.syncs_batchnorm(strategy):
         raise ConfigurationError(
             "sync_batchnorm=True: microbatches pass through a layer one after the other, so its "
@@ -83,11 +79,6 @@ def check_module(
     Args:
         module: The user's module, after its `setup` and `configure_model`.
         num_microbatches: What was asked for: a number, or `"auto"`.
-        microbatching: `"auto"`, `"blocks"` or `"step"`.
-        update: `"exact"` or `"async"`.
-
-    Raises:
-        ConfigurationError: The module trains in such a way.
     """
     splits = microbatching == "step"
     if splits and takes_iterator(module, "training_step"):
@@ -119,9 +110,6 @@ def check_steps(module: LightningModule, what: TrainerFn | None) -> None:
 
     Args:
         what: What the Trainer is about to do with it.
-
-    Raises:
-        ConfigurationError: One is a function that is not bound to the module.
     """
     for name in _STEPS[what]:
         step = vars(module).get(name)
@@ -148,11 +136,7 @@ def tell_of_compiled_modules(module: LightningModule) -> None:
 
 @contextmanager
 def several_optimizers_explained(module: LightningModule) -> Iterator[None]:
-    """Say with Lightning's error about several optimizers what they need here besides.
-
-    Raises:
-        ConfigurationError: Automatic optimization with more than one optimizer.
-    """
+    """Say with Lightning's error about several optimizers what they need here besides."""
     try:
         yield
     except RuntimeError as error:
@@ -173,14 +157,7 @@ def check_optimizers(
     update: str,
     precision: RoundPipePrecision,
 ) -> None:
-    """Refuse optimizers that cannot step here.
-
-    Args:
-        update: `"exact"` or `"async"`.
-
-    Raises:
-        ConfigurationError: Naming the optimizer.
-    """
+    """Refuse optimizers that cannot step here."""
     for optimizer in optimizers:
         kind = type(optimizer)
         if any(group.get("capturable") for group in optimizer.param_groups):

@@ -269,8 +269,7 @@ def log_epoch_metrics(trainer: Trainer) -> None:
 def iterate_when_epoch_begins(trainer: Trainer) -> bool:
     """Let loaders be asked for new iterators as if nothing was resumed, where an epoch begins next.
 
-    Returns:
-        Whether they will be asked.
+    Return whether they will be asked.
     """
     trainer.fit_loop._resuming_from_checkpoint = False
     return trainer.current_epoch > 0 and not trainer.fit_loop.epoch_loop.restarting

@@ -162,12 +162,7 @@ class Options:
         return fused or hints.recompute == (RecomputePolicy.NONE,)
 
     def _given_hints(self) -> PartitionHints:
-        """Read `hints`.
-
-        Raises:
-            ConfigurationError: A hint is not known, or no whole number.
-            PlanError: A hint cannot be kept by itself, or two contradict each other.
-        """
+        """Read `hints`."""
         given = self.hints
         if given is None:
             return PartitionHints()
@@ -245,15 +240,7 @@ class GradientFormat:
                 self._set.append(parameter)
 
     def check(self, optimizers: Sequence[Optimizer], *, widened: Collection[Optimizer]) -> None:
-        """Refuse optimizers that cannot step with such gradients.
-
-        Args:
-            optimizers: They, and what they step, stay as they are.
-            widened: Those that see float32 only.
-
-        Raises:
-            ConfigurationError: Naming the first.
-        """
+        """Refuse optimizers that cannot step with such gradients; `widened` ones see float32."""
         for optimizer in optimizers if self._set else ():
             reason = None if optimizer in widened else reason_not_with_gradients(optimizer)
             if reason is not None:

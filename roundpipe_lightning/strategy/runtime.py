@@ -566,8 +566,7 @@ class PipelineRuntime:
     def finish_update(self) -> None:
         """Wait for the batch in flight, if its loss was run backward, and for its update.
 
-        Raises:
-            Exception: What one of them has failed with, once.
+        Raises what one of them has failed with, once.
         """
         if self.in_flight is not None and self.in_flight.has_run_backward:
             self.synchronize()
@@ -631,13 +630,7 @@ class PipelineRuntime:
         return output
 
     def evaluate(self, step_name: str, batch: Any, *arguments: Any) -> Any:
-        """Run an evaluation step on the full batch, in this thread, on the newest parameters.
-
-        Args:
-            step_name: `"validation_step"`, `"test_step"` or `"predict_step"`.
-            batch: What it is called with, on the host.
-            *arguments: Its other arguments (`batch_idx`, `dataloader_idx`).
-        """
+        """Run an evaluation step on the full batch, in this thread, on the newest parameters."""
         self.synchronize()
         with self._newest():
             self._cast_again()

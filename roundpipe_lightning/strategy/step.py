@@ -131,12 +131,9 @@ class InFlightBatch:
         return ()
 
     def defer_update(self, updater: Updater, optimizer: Optimizer) -> None:
-        """Submit an optimizer's step, made when the gradients are there.
+        """Submit an optimizer's step, made when the gradients are there, with its options of now.
 
         Gradients of earlier batches of its window are taken along: Lightning may drop `.grad`.
-
-        Args:
-            optimizer: Whose step. Its options are captured now.
         """
         self._update = updater, optimizer
         members = (p for group in optimizer.param_groups for p in group["params"])
@@ -148,11 +145,8 @@ class InFlightBatch:
     def hand_out(self, *, has_next: bool) -> bool:
         """Do with the gradients what `backward()`, clipping and `optimizer.step` are to do.
 
-        Returns:
-            Whether the batch has ended well; it has not where its step was given up.
-
-        Raises:
-            Exception: Whatever its backward pass has raised.
+        Raises what its backward pass has raised. Return whether the batch has ended well; it has
+        not where its step was given up.
         """
         assert self._step is not None
         if self._step.was_given_up:
@@ -175,11 +169,7 @@ class InFlightBatch:
         return True
 
     def record(self, *, num_devices: float, assumed_rates: bool) -> StepRecord:
-        """Return the record of a batch that has ended.
-
-        Args:
-            num_devices: Devices that the workers share.
-        """
+        """Return the record of a batch that has ended, on devices that the workers share."""
         assert self.timeline is not None
         planned, job = self.planned, self.planned.job
         operations = planned.operations_of(self.plan)

@@ -765,8 +765,7 @@ class RoundPipeStrategy(OneProcessStrategy):
     ) -> None:
         """Write a checkpoint to which each host brings what it has, when it is to be written.
 
-        Raises:
-            CheckpointError: It could not be written; on all hosts, so that all may go on.
+        If it could not be written, a CheckpointError is raised on all hosts, so that all may go on.
         """
         io, updater = self.checkpoint_io, None if self._runtime is None else self._runtime.updater
         hosts.control.objects(None)  # hooks that read parameters, which brings them, are over

@@ -211,9 +211,7 @@ def _measure_block(
 ) -> tuple[SegmentCost, Any]:
     """Run a block forward and backward on leaves of its own.
 
-    Returns:
-        What it did, and its outputs, which need a gradient if it was trained or its inputs needed
-        one.
+    Return what it did, and its outputs, which need a gradient if it or its inputs did.
     """
     cost = SegmentCost(gradient_bytes=_gradient_bytes(_hidden(args, kwargs)))
 
@@ -239,8 +237,7 @@ def _measure_block(
 def _measure_backward(meter: Meter, cost: SegmentCost, run_block: Callable[[], Any]) -> list[bool]:
     """Run a block with a graph, and backward if anything in it or before it is trained.
 
-    Returns:
-        For each of its outputs whether it needs a gradient.
+    Return for each of its outputs whether it needs a gradient.
     """
     before = meter.live_bytes
     with torch.enable_grad():

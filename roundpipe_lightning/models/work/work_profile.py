@@ -216,11 +216,7 @@ def _profile(
     *,
     head_modules: set[nn.Module],
 ) -> WorkProfile:
-    """Put what ran together with the module's parameters.
-
-    Args:
-        fits: The first gives all amounts; peaks are the larger ones of all.
-    """
+    """Put what ran together with the module's parameters; peaks are the larger ones of all fits."""
     owners = [list(link.block.modules()) for link in chain.links]
     inside = {inner for modules in owners for inner in modules}
     rest = [child for child in module.modules() if child not in inside]

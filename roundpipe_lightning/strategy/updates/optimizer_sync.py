@@ -448,15 +448,7 @@ class TrainedParameters:
 def check_gradients(
     optimizer: Optimizer, *, module: LightningModule, blocks: Iterable[str]
 ) -> None:
-    """Refuse a step with gradients that are not finite.
-
-    Args:
-        module: Names the parameters.
-        blocks: Names of the blocks.
-
-    Raises:
-        GradientError: Naming the parameter nearest to the loss, and its block.
-    """
+    """Refuse gradients that are not finite, and name the parameter nearest to the loss."""
     members = {p for group in optimizer.param_groups for p in group["params"]}
     wrong = [
         (name, parameter.grad)
