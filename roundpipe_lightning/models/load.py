@@ -240,20 +240,13 @@ def _check_match(
         return sorted(key for key in keys if not any(p.search(key) for p in meant))
 
     wanted = skeleton.state_dict()
-    lines = [
-        f"  missing: {key}, {shape_text(wanted.get(key))}"
-        for key in unexpected(found["missing_keys"])
-    ]
-    lines += [
-        f"  extra: {key}, {shape_text(tensors.get(key))}"
-        for key in unexpected(found["unexpected_keys"])
-    ]
-    mismatched = {key: (tuple(has), tuple(wants)) for key, has, wants in found["mismatched_keys"]}
-    lines += [
-        f"  another shape: {key}, {mismatched[key][0]} instead of {mismatched[key][1]}"
-        for key in unexpected(mismatched)
-    ]
-    lines += [f"  another shape: {k}, {shapes[k]} instead of {odd[k]}" for k in unexpected(odd)]
+    lines = [f"  missing: {k}, {_shape(wanted.get(k))}" for k in unexpected(found["missing_keys"])]
+    extra = unexpected(found["unexpected_keys"])
+    lines += [f"  extra: {key}, {_shape(tensors.get(key))}" for key in extra]
+    differing = {key: (tuple(has), tuple(wants)) for key, has, wants in found["mismatched_keys"]}
+    for key in (*unexpected(differing), *unexpected(odd)):
+        has, wants = differing.get(key) or (shapes[key], odd[key])
+        lines.append(f"  another shape: {key}, {has} instead of {wants}")
     if lines:
         raise ModelSourceError(
             f"{len(lines)} tensors of {name!r} do not fit {type(skeleton).__name__}:\n"
@@ -410,15 +403,15 @@ def shape_differences(
 ) -> list[str]:
     """Name every tensor that is missing, extra or of another shape, in a line each."""
     lines = [
-        f"  missing: {name}, {shape_text(tensor)}"
+        f"  missing: {name}, {_shape(tensor)}"
         for name, tensor in wanted.items()
         if name not in found and name not in may_lack
     ]
-    lines += [f"  extra: {k}, {shape_text(t)}" for k, t in found.items() if k not in wanted]
+    lines += [f"  extra: {k}, {_shape(t)}" for k, t in found.items() if k not in wanted]
     lines += [
-        f"  another shape: {name}, {shape_text(found[name])} instead of {shape_text(tensor)}"
+        f"  another shape: {name}, {_shape(found[name])} instead of {_shape(tensor)}"
         for name, tensor in wanted.items()
-        if name in found and shape_text(found[name]) != shape_text(tensor)
+        if name in found and _shape(found[name]) != _shape(tensor)
     ]
     return lines
 
@@ -429,7 +422,7 @@ def first_lines(lines: Sequence[str]) -> str:
     return f"{'; '.join(line.strip() for line in lines[:_MOST_NAMED])}{more}"
 
 
-def shape_text(tensor: Any) -> str:
+def _shape(tensor: Any) -> str:
     return "shape unknown" if tensor is None else str(tuple(tensor.shape))
 
 

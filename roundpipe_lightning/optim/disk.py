@@ -50,7 +50,11 @@ class Range(NamedTuple):
 
 
 class StateFile:
-    """A file without a name, mapped into memory; OffloadError: no such folder, or no room."""
+    """A file without a name, mapped into memory.
+
+    Raises:
+        OffloadError: The folder cannot be written to, or the disk has no room.
+    """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self._folder, self.num_bytes = folder, num_bytes

@@ -7,6 +7,7 @@ who computes it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -196,15 +197,6 @@ def usable_processors() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def pin_this_thread(processors: Iterable[int]) -> None:
-    """Keep the calling thread on some processors, where the operating system lets it."""
-    if hasattr(os, "sched_setaffinity"):
-        try:
-            os.sched_setaffinity(0, processors)
-        except OSError:  # a container's limits changed since: the thread runs anywhere
-            return
-
-
 class KernelThreads(Generic[T]):
     """Threads that work on pieces; they end when nobody holds this object any more.
 
@@ -241,8 +233,15 @@ class KernelThreads(Generic[T]):
                         left.clear()
                         raise
 
-        pool = self._started()
-        served = [pool.submit(serve) for _ in range(self.num_threads)]
+        if self._pool is None:
+            total = torch.get_num_threads()
+            given = (self._processors, threading.Barrier(self.num_threads))
+            self._pool = ThreadPoolExecutor(
+                self.num_threads, "roundpipe-optimizer", _prepare, given
+            )
+            wait([self._pool.submit(int) for _ in range(self.num_threads)])
+            torch.set_num_threads(total)  # a thread's own number is also that of later threads
+        served = [self._pool.submit(serve) for _ in range(self.num_threads)]
         try:
             wait(served)
         except KeyboardInterrupt:
@@ -257,21 +256,12 @@ class KernelThreads(Generic[T]):
             self._pool.shutdown()
             self._pool = None
 
-    def _started(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            total = torch.get_num_threads()
-            given = (self._processors, threading.Barrier(self.num_threads))
-            self._pool = ThreadPoolExecutor(
-                self.num_threads, "roundpipe-optimizer", _prepare, given
-            )
-            wait([self._pool.submit(int) for _ in range(self.num_threads)])
-            torch.set_num_threads(total)  # a thread's own number is also that of later threads
-        return self._pool
-
 
 def _prepare(processors: list[int], all_there: threading.Barrier) -> None:
     """Begin a thread. It holds nothing that holds the pool, which would then never end."""
     torch.get_num_threads()  # a thread's first question sets the number to that of all
     torch.set_num_threads(1)
-    pin_this_thread(processors)
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):  # a container's limits changed since: it runs anywhere
+            os.sched_setaffinity(0, processors)
     all_there.wait()
