@@ -31,8 +31,8 @@ from roundpipe_lightning.models.export import (
     export_pretrained,
     find_pretrained,
 )
-from roundpipe_lightning.models.hub import make_repository, push_folder
 from roundpipe_lightning.models.load import draw_buffers
+from roundpipe_lightning.models.weight_files import make_repository, push_folder
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource, TokenizerSource
 from roundpipe_lightning.modules.adapters import saved_adapters
 from roundpipe_lightning.modules.chat import ChatModule

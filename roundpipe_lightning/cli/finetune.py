@@ -23,7 +23,7 @@ from roundpipe_lightning.callbacks import PlanReport
 from roundpipe_lightning.cli.train import run_training, summary_rows, trained_row, write_card
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
-from roundpipe_lightning.models.hub import make_repository, push_folder
+from roundpipe_lightning.models.weight_files import make_repository, push_folder
 from roundpipe_lightning.planning.model.hardware import config_folder
 from roundpipe_lightning.planning.schedule.plan import Plan
 

@@ -37,7 +37,6 @@ from roundpipe_lightning.engine.device.threads import (
     divided_intra_op_threads,
     raise_noted,
 )
-from roundpipe_lightning.engine.evaluation import Evaluation
 from roundpipe_lightning.engine.microbatch import (
     Driver,
     Microbatch,
@@ -51,6 +50,7 @@ from roundpipe_lightning.engine.steps import Step, StepResult, StepsInFlight, gr
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.transfer.worker_transfers import Transfers
+from roundpipe_lightning.engine.whole_batch import Evaluation
 from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.engine.worker.user_code import Outside
 from roundpipe_lightning.engine.worker.worker import Worker

@@ -25,10 +25,9 @@ from transformers import (
 from typing_extensions import override
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
-from roundpipe_lightning.models.hub import unreadable
 from roundpipe_lightning.models.load import LoadOptions, load_pretrained
 from roundpipe_lightning.models.quantized import quantize_frozen
-from roundpipe_lightning.models.weight_files import check_can_map, check_has_weights
+from roundpipe_lightning.models.weight_files import check_can_map, check_has_weights, unreadable
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "weights": ("auto", "random", "pretrained"),

@@ -23,11 +23,11 @@ from roundpipe_lightning.engine.device.events import UpdateAborted
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.exchange.exchange import Exchange
 from roundpipe_lightning.engine.exchange.hosts import Hosts
-from roundpipe_lightning.engine.manual import ManualStep
 from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.engine.steps import StepOutputs, StepResult
 from roundpipe_lightning.engine.update.fingerprint import fingerprint
 from roundpipe_lightning.engine.update.updater import Updater, update_units
+from roundpipe_lightning.engine.whole_batch import ManualStep
 from roundpipe_lightning.errors import StepModeError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossFusion
@@ -54,7 +54,7 @@ from roundpipe_lightning.strategy.step import (
     device_generators_seeded,
     loss_of_batch,
 )
-from roundpipe_lightning.strategy.updates import sync_hooks
+from roundpipe_lightning.strategy.updates import parameter_watch
 from roundpipe_lightning.strategy.updates.parameter_watch import ParameterWatch
 
 PlanListener: TypeAlias = Callable[[PlanEvent], None]
@@ -527,7 +527,7 @@ class PipelineRuntime:
         accumulates = compat.is_accumulating(trainer)
         defers = self.defers_update and self._moves and self._num_overlapped < _MOST_OVERLAPPED
         # Without a watch, who looks at gradients or writes weights in between would not wait.
-        is_seen = self.watch is None or any(sync_hooks.gradient_hooks(trainer))
+        is_seen = self.watch is None or any(parameter_watch.gradient_hooks(trainer))
         if is_seen or not (accumulates or defers):
             self._num_overlapped = 0
             return False
@@ -541,7 +541,7 @@ class PipelineRuntime:
             compat.begins_window(trainer)  # `.grad` is not zeroed yet
             or (self.is_stale and not compat.is_accumulating(trainer))  # the update takes `.grad`
             or type(self._precision) is not RoundPipePrecision
-            or sync_hooks.reads_before_backward(trainer)
+            or parameter_watch.reads_before_backward(trainer)
         )
         if self.updater is not None:
             self.updater.add_up(adds=adds)

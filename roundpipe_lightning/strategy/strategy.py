@@ -65,7 +65,7 @@ from roundpipe_lightning.strategy.runtime import (
     StepListener,
 )
 from roundpipe_lightning.strategy.step import InFlightBatch
-from roundpipe_lightning.strategy.updates import sync_hooks
+from roundpipe_lightning.strategy.updates import parameter_watch
 from roundpipe_lightning.strategy.updates.optimizer_sync import OptimizerSync
 
 __all__ = ["NoBlocksWarning", "RoundPipeStrategy"]
@@ -479,7 +479,7 @@ class RoundPipeStrategy(OneProcessStrategy):
                 options=self._options,
                 precision=self.precision_plugin,
                 checks_gradients=self._options.check_gradients or compat.detects_anomalies(trainer),
-                hooks=sync_hooks.gradient_hooks(trainer),
+                hooks=parameter_watch.gradient_hooks(trainer),
             )
         else:  # this host ends before its next batch, and the others lose it
             compat.defer_sigterm(trainer, partial(compat.stop_after_batch, trainer))

@@ -15,7 +15,7 @@ import roundpipe_lightning.cli.callbacks
 from roundpipe_lightning import PipelineMonitor, PipelineTimeline, PlanReport
 from roundpipe_lightning.planning.report.step_record import IdleCause, StepRecord
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from roundpipe_lightning.strategy.updates import sync_hooks
+from roundpipe_lightning.strategy.updates import parameter_watch
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.moments import ObservedBlock
 from tests.kit.training import WIDTH, Regressor, make_trainer, regression_data, same_bits
@@ -132,7 +132,7 @@ def test_no_callback_of_ours_is_to_find_gradients(module: Any) -> None:
     for kind in kinds:
         hooks = [name for name in dir(Callback) if name.startswith("on_")]
         owner = kind.__new__(kind)
-        assert not [hook for hook in hooks if sync_hooks.needs_gradients(owner, hook)]
+        assert not [hook for hook in hooks if parameter_watch.needs_gradients(owner, hook)]
 
 
 def test_batches_in_flight_stay_in_flight(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.planning.inputs import storage_of
 from roundpipe_lightning.strategy.step import loss_with_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from roundpipe_lightning.strategy.updates import sync_hooks
+from roundpipe_lightning.strategy.updates import parameter_watch
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
     WIDTH,
@@ -547,11 +547,11 @@ def test_whose_hooks_are_to_find_gradients() -> None:
             pass
 
     hook = "on_after_backward"
-    assert sync_hooks.needs_gradients(Mine(), hook)
-    assert not sync_hooks.needs_gradients(Blind(), hook)
-    assert sync_hooks.needs_gradients(Seeing(), hook)
-    assert sync_hooks.needs_gradients(LambdaCallback(on_after_backward=lambda *_: None), hook)
-    assert not sync_hooks.needs_gradients(Regressor(), hook)
+    assert parameter_watch.needs_gradients(Mine(), hook)
+    assert not parameter_watch.needs_gradients(Blind(), hook)
+    assert parameter_watch.needs_gradients(Seeing(), hook)
+    assert parameter_watch.needs_gradients(LambdaCallback(on_after_backward=lambda *_: None), hook)
+    assert not parameter_watch.needs_gradients(Regressor(), hook)
 
 
 def test_a_step_runs_while_the_next_batch_is_fetched(

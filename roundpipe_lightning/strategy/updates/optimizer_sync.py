@@ -44,7 +44,7 @@ from roundpipe_lightning.errors import ConfigurationError, GradientError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.runtime import PipelineRuntime
-from roundpipe_lightning.strategy.updates import sync_hooks
+from roundpipe_lightning.strategy.updates import parameter_watch
 from roundpipe_lightning.strategy.updates.parameter_watch import (
     Access,
     ParameterWatch,
@@ -118,7 +118,7 @@ class OptimizerSync:
                     f"{type(optimizer).__name__} is stepped as a whole and waited for: {reason}. "
                     "See docs/updates.md."
                 )
-        hooks = list(sync_hooks.gradient_hooks(self._trainer)) if self._begins_early else []
+        hooks = list(parameter_watch.gradient_hooks(self._trainer)) if self._begins_early else []
         if hooks:
             rank_zero_warn(
                 "The optimizer steps after the whole backward pass, and no batch is in flight, "
@@ -262,12 +262,12 @@ class OptimizerSync:
 
     @property
     def _has_gradient_hooks(self) -> bool:
-        return any(True for _ in sync_hooks.gradient_hooks(self._trainer))
+        return any(True for _ in parameter_watch.gradient_hooks(self._trainer))
 
     @property
     def _always_joins(self) -> bool:
         seen = self._watch.sees_all and not self._state_is_read
-        return not seen or sync_hooks.always_wait(self._trainer)
+        return not seen or parameter_watch.always_wait(self._trainer)
 
     def _take_clipping(
         self,
@@ -313,7 +313,7 @@ class OptimizerSync:
             is_kept = self._watch.views_are_kept()
             clip, self._clip = self._clip, None
             self._stepped_early = updater.submit(optimizer, clip=clip)
-            if not any(sync_hooks.reads_before_zeroing(self._trainer)):
+            if not any(parameter_watch.reads_before_zeroing(self._trainer)):
                 members = (p for group in optimizer.param_groups for p in group["params"])
                 self._runtime.spent = list(members)
             if is_kept:
