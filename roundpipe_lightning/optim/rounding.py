@@ -185,24 +185,20 @@ def keep_wide_state(optimizer: Optimizer) -> None:
         loaded[:] = [state_dict]
 
     def after(optimizer: Optimizer) -> None:
-        for source in loaded:
-            _widen_state(optimizer, source)
+        (source,) = loaded
         loaded.clear()
+        numbers = [number for group in source["param_groups"] for number in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if parameter.dtype is not torch.bfloat16:
+                continue
+            for key, value in source["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    dtype = torch.promote_types(value.dtype, torch.float32)
+                    optimizer.state[parameter][key] = value.detach().to(dtype, copy=True)
 
     optimizer.register_load_state_dict_pre_hook(before)
     optimizer.register_load_state_dict_post_hook(after)
-
-
-def _widen_state(optimizer: Optimizer, source: Mapping[str, Any]) -> None:
-    numbers = [number for group in source["param_groups"] for number in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        if parameter.dtype is not torch.bfloat16:
-            continue
-        for key, value in source["state"].get(number, {}).items():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                dtype = torch.promote_types(value.dtype, torch.float32)
-                optimizer.state[parameter][key] = value.detach().to(dtype, copy=True)
 
 
 BLOCK = 256  # numbers that share a scale

@@ -364,7 +364,7 @@ class PipelineRuntime:
             if cut.contents is not None and loss is not None:
                 self._choose(cut.contents, batch, arguments, result)
             if loss is not None and trains:
-                loss = present.precomputed(loss, result)
+                loss = present.with_gradients(loss, result.gradients)
         elif loss is not None:
             self.in_flight = present
             loss = present.without_gradients(loss)

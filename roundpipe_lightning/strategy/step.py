@@ -100,17 +100,20 @@ class InFlightBatch:
         assert self._step is not None
         result = self._step.result()
         self.timeline, self.chain = result.timeline, result.chain
-        self.counters, self.clock_seconds = _counters_of(result), result.clock_seconds
+        traffic, self.clock_seconds = result.traffic, result.clock_seconds
+        self.counters = EngineCounters(
+            uploaded_bytes=sum(each.uploaded_bytes for each in traffic),
+            downloaded_bytes=sum(each.downloaded_bytes for each in traffic),
+            upload_wait_seconds=sum(each.weights_wait_seconds for each in traffic),
+            boundary_wait_seconds=sum(each.boundaries_wait_seconds for each in traffic),
+        )
         self._step = None
         return result
 
     def weigh(self, share: float) -> None:
         self._share = share
 
-    def precomputed(self, loss: Tensor, result: StepResult) -> Tensor:
-        return self._with_gradients(loss, result.gradients)
-
-    def _with_gradients(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor:
+    def with_gradients(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor:
         share = self._share  # gradients of a mean over nothing are not numbers
         return loss_with_gradients(
             loss,
@@ -156,7 +159,7 @@ class InFlightBatch:
             parameter.grad = sums
         if self._arrived is not None:
             with torch.inference_mode(mode=False), torch.enable_grad():  # in an evaluation, maybe
-                loss = self._with_gradients(self._loss.clone(), gradients)
+                loss = self.with_gradients(self._loss.clone(), gradients)
                 del gradients  # what nobody else has becomes `.grad` without a copy
                 loss.backward(self._arrived)
         for clip in self.clips:
@@ -184,16 +187,6 @@ class InFlightBatch:
             operations_per_token=None if planned.knows_activations else operations,
             peak_operations_per_second=None if assumed_rates else rate * num_devices,
         )
-
-
-def _counters_of(result: StepResult) -> EngineCounters:
-    traffic = result.traffic
-    return EngineCounters(
-        uploaded_bytes=sum(each.uploaded_bytes for each in traffic),
-        downloaded_bytes=sum(each.downloaded_bytes for each in traffic),
-        upload_wait_seconds=sum(each.weights_wait_seconds for each in traffic),
-        boundary_wait_seconds=sum(each.boundaries_wait_seconds for each in traffic),
-    )
 
 
 # Precomputed gradients ---------------------------------------------------------------------------

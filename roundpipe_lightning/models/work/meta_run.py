@@ -49,25 +49,21 @@ class SegmentCost:
     peak_bytes: int = 0
 
 
-@dataclass(kw_only=True)
-class MeasuredRun:
-    """Measurements of one run."""
-
-    costs: list[SegmentCost]  # of the head, every block, and the tail, in this order
-    head_modules: set[nn.Module]  # the modules, blocks' apart, that ran before the first block
-
-
 def measure_run(
     module: nn.Module,
     chain: Chain,
     call: Call,
     sequences: int,
     seq_len: int,
-) -> MeasuredRun:
+) -> tuple[list[SegmentCost], set[nn.Module]]:
     """Run the user's code once; blocks are measured by themselves, alike ones once.
 
     Args:
         chain: Its blocks. Without any everything is the tail.
+
+    Returns:
+        The costs of the head, every block, and the tail, in this order; and the modules, blocks'
+        apart, that ran before the first block.
 
     Raises:
         ConfigurationError: The code needs values, or fails for another reason.
@@ -85,9 +81,10 @@ def measure_run(
     inside = {inner for block in blocks for inner in block.modules()}
     outside = [child for child in module.modules() if child not in inside]
     hooks = [child.register_forward_hook(recorder.after_module) for child in outside]
+    collects = gc.isenabled()
+    gc.disable()  # a circle of references that ends later would be missed in what a block keeps
     try:
         with FusedAttention(), meter, contextlib.ExitStack() as patches:
-            patches.enter_context(_nothing_collected())
             patches.enter_context(patch.object(torch, "autocast", _Autocast))
             for index, block in enumerate(blocks):
                 forward = recorder.measured_forward(index, kinds[index], block.forward)
@@ -105,24 +102,12 @@ def measure_run(
     finally:
         for hook in hooks:
             hook.remove()
+        if collects:
+            gc.enable()
     of_blocks = [  # the code may have left one out
         recorder.blocks.get(index, SegmentCost()) for index in range(len(blocks))
     ]
-    return MeasuredRun(
-        costs=[recorder.head, *of_blocks, recorder.tail], head_modules=recorder.head_modules
-    )
-
-
-@contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Keep circles of references: one that ends later would be missed in what a block keeps."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    return [recorder.head, *of_blocks, recorder.tail], recorder.head_modules
 
 
 class _Recorder:

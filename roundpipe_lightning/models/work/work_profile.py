@@ -38,7 +38,6 @@ from roundpipe_lightning.models.quantized import quantizable_weights
 from roundpipe_lightning.models.work.meta_copy import MetaCopy
 from roundpipe_lightning.models.work.meta_run import (
     Call,
-    MeasuredRun,
     SegmentCost,
     measure_run,
 )
@@ -97,7 +96,7 @@ def work_profile(
         run_chain = _copied(chain, copy)
     run = call if fusion is None else _fused(call, fusion, run_chain)
 
-    def three_runs(seq_len: int) -> list[MeasuredRun]:
+    def three_runs(seq_len: int) -> list[tuple[list[SegmentCost], set[nn.Module]]]:
         shapes = ((1, seq_len), (1, 2 * seq_len), (2, seq_len))
         return [measure_run(run_module, run_chain, run, *shape) for shape in shapes]
 
@@ -111,14 +110,15 @@ def work_profile(
             # measured with the attention that their configuration names.
             fused = False
             runs = three_runs(seq_len)
-        fit = _Fit(runs=runs, seq_len=seq_len)
+        fit = _Fit(runs=[costs for costs, _ in runs], seq_len=seq_len)
         fits = [fit, fit]
         with (
             contextlib.suppress(ConfigurationError),  # the model takes no long sequences
             _attention(run_module) if fused else contextlib.nullcontext(),
         ):
-            fits[1] = _Fit(runs=three_runs(_LONG * seq_len), seq_len=_LONG * seq_len)
-    head_modules = runs[0].head_modules
+            longer = [costs for costs, _ in three_runs(_LONG * seq_len)]
+            fits[1] = _Fit(runs=longer, seq_len=_LONG * seq_len)
+    head_modules = runs[0][1]
     if original is not None:
         head_modules = set(map(original, head_modules))
     work = _profile(module, chain, fits, head_modules=head_modules)
@@ -171,11 +171,11 @@ def step_profile(
         return loss
 
     with _gradients(copy.module), alone():
-        run = measure_run(copy.module, meta_chain, loss_of_step, 1, 1)
+        costs, in_head = measure_run(copy.module, meta_chain, loss_of_step, 1, 1)
     if copy.reason_not_copied is not None:  # and the user's code went on without it
         raise ConfigurationError(f"Something could not be copied: {copy.reason_not_copied}.")
-    head_modules = {copy.original(child) for child in run.head_modules}
-    work = _profile(module, chain, [_Fit(runs=[run])], head_modules=head_modules)
+    head_modules = {copy.original(child) for child in in_head}
+    work = _profile(module, chain, [_Fit(runs=[costs])], head_modules=head_modules)
     if compute_dtype is not None:
         work = _with_boundaries_of(work, module, compute_dtype)
     return work
@@ -193,11 +193,11 @@ class _Fit:
         seq_len: Tokens of the shorter sequences; None for a single run, whose amounts are fixed.
     """
 
-    runs: Sequence[MeasuredRun]
+    runs: Sequence[Sequence[SegmentCost]]
     seq_len: int | None = None
 
     def amount(self, index: int, value: Callable[[SegmentCost], float]) -> Amount:
-        values = [value(run.costs[index]) for run in self.runs]
+        values = [value(costs[index]) for costs in self.runs]
         if self.seq_len is None:
             return Amount(fixed=float(values[0]))
         short, long, double = values
@@ -222,17 +222,30 @@ def _profile(
     rest = [child for child in module.modules() if child not in inside]
     in_head = head_modules if chain.links else set()
     head, tail = ([m for m in rest if (m in in_head) == wanted] for wanted in (True, False))
-    names = ["head segment", *chain.names, "tail segment"]
     packed = quantizable_tensors(module)
-    works = [
-        _segment_work(name, index, owned_tensors(modules), fits, packed=packed)
-        for index, (name, modules) in enumerate(zip(names, [head, *owners, tail], strict=True))
-    ]
+
+    def work(name: str, index: int, modules: Sequence[nn.Module]) -> BlockWork:
+        return _segment_work(name, index, owned_tensors(modules), fits, packed=packed)
+
+    return _assembled(module, chain, [head, *owners, tail], work)
+
+
+def _assembled(
+    module: nn.Module,
+    chain: Chain,
+    segments: Sequence[Sequence[nn.Module]],
+    work: Callable[[str, int, Sequence[nn.Module]], BlockWork],
+) -> WorkProfile:
+    """Put the works of the head, every block and the tail together, which have these modules."""
+    names = ["head segment", *chain.names, "tail segment"]
+    works = [work(names[i], i, modules) for i, modules in enumerate(segments)]
     return WorkProfile(
         head=works[0],
         blocks=tuple(works[1:-1]),
         tail=works[-1],
-        tied_parameters=sum(t.numel() for t in owned_tensors(head) & owned_tensors(tail)),
+        tied_parameters=sum(
+            t.numel() for t in owned_tensors(segments[0]) & owned_tensors(segments[-1])
+        ),
         fingerprint=module_fingerprint(module, chain),
         cuts=chain.cuts,
     )
@@ -404,35 +417,26 @@ def parameter_work(module: nn.Module, stack: Blocks) -> WorkProfile:
     shares = _expert_shares(module)
     packed = quantizable_tensors(module)
 
-    def work(name: str, owners: Sequence[nn.Module], *, has_backward: bool = True) -> BlockWork:
+    head, tail = _segments(module, stack)
+    chain = chain_of(stack)
+    ends = len(chain.links) + 1
+
+    def work(name: str, index: int, owners: Sequence[nn.Module]) -> BlockWork:
+        has_backward = index in (0, ends) or chain.links[index - 1].backward
         uses = [(p, _operations(owner, p, shares)) for owner, p in _parameter_uses(owners)]
         every_token = sum(count for _, count in uses)
         trained = sum(count for p, count in uses if p.requires_grad)
         trainable = {p for p, _ in uses if p.requires_grad and has_backward}
+        backward = every_token + trained if has_backward else 0
         return BlockWork(
             name=name,
-            forward=_operations_work(every_token),
-            backward=_operations_work(every_token + trained if has_backward else 0),
+            forward=Work(matrix_operations=Amount(fixed=float(every_token))),
+            backward=Work(matrix_operations=Amount(fixed=float(backward))),
             **sizes_of(owned_tensors(owners), trained=trainable, packed=packed),
         )
 
-    head, tail = _segments(module, stack)
-    chain = chain_of(stack)
-    return WorkProfile(
-        head=work("head segment", head),
-        blocks=tuple(
-            work(link.name, list(link.block.modules()), has_backward=link.backward)
-            for link in chain.links
-        ),
-        tail=work("tail segment", tail),
-        tied_parameters=sum(t.numel() for t in owned_tensors(head) & owned_tensors(tail)),
-        fingerprint=module_fingerprint(module, stack),
-        cuts=chain.cuts,
-    )
-
-
-def _operations_work(operations: float) -> Work:
-    return Work(matrix_operations=Amount(fixed=float(operations)))
+    blocks = [list(link.block.modules()) for link in chain.links]
+    return _assembled(module, chain, [head, *blocks, tail], work)
 
 
 def module_fingerprint(module: nn.Module, stack: Blocks) -> str:
