@@ -89,7 +89,7 @@ def starting(*, goes_round: bool) -> Iterator[None]:
     if goes_round:
         yield
         return
-    with mock.patch("roundpipe_lightning.engine.prepared_plans.turns_of_batch", return_value=0):
+    with mock.patch("roundpipe_lightning.engine.engine.turns_of_batch", return_value=0):
         yield
 
 

@@ -17,7 +17,9 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -45,18 +47,19 @@ from roundpipe_lightning.engine.microbatch import (
     StepOptions,
     UserStep,
 )
-from roundpipe_lightning.engine.prepared_plans import PreparedPlan, PreparedPlans
 from roundpipe_lightning.engine.steps import Step, StepResult, StepsInFlight, grace_seconds
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
-from roundpipe_lightning.engine.transfer.worker_transfers import Transfers
+from roundpipe_lightning.engine.transfer.weight_prefetch import StageRun
+from roundpipe_lightning.engine.transfer.worker_transfers import Transfers, WorkerRuns
 from roundpipe_lightning.engine.whole_batch import Evaluation
-from roundpipe_lightning.engine.worker.turns import Turns
+from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
 from roundpipe_lightning.engine.worker.user_code import Outside
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
 from roundpipe_lightning.planning.report.step_record import WorkerState
-from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.planning.schedule.plan import Plan, rotated, turns_of_batch
+from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 
 class UnusedStackWarning(UserWarning):
@@ -409,3 +412,113 @@ def _members(
     board = PieceBoard(num_pieces, context.turns)
     driver = Driver(context, board=board, batch=batch, loss_scale=scale)
     return [driver, *(Piece(context, driver=driver, index=i) for i in range(1, num_pieces))]
+
+
+# What is made once per plan -----------------------------------------------------------------------
+
+_PLANS_REMEMBERED = 64
+
+
+class PreparedPlan:
+    """A plan for a chain with what follows from it, made when first asked for."""
+
+    def __init__(self, plan: Plan, chain: Chain) -> None:
+        self.plan = plan
+        self._chain = chain
+        self._stage_runs: dict[bool, tuple[WorkerRuns, ...]] = {}
+        self._rotated: dict[int, PreparedPlan] = {}
+
+    @cached_property
+    def graph(self) -> TurnGraph:
+        return TurnGraph.from_plan(self.plan)
+
+    @cached_property
+    def num_turns(self) -> int:
+        """By how many workers later the next batch in flight begins."""
+        return turns_of_batch(self.plan)
+
+    def stage_runs(self, *, backward: bool) -> tuple[WorkerRuns, ...]:
+        if backward not in self._stage_runs:
+            self._stage_runs[backward] = plan_runs(self.plan, self._chain, backward=backward)
+        return self._stage_runs[backward]
+
+    def beginning_with(self, worker: int) -> PreparedPlan:
+        if worker not in self._rotated:
+            plan = rotated(self.plan, worker)
+            same = plan is self.plan
+            self._rotated[worker] = self if same else PreparedPlan(plan, self._chain)
+        return self._rotated[worker]
+
+
+class PreparedPlans:
+    """The last plans of an engine for a chain, and the worker with which its next batch begins."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self._known: list[PreparedPlan] = []
+        self._next_worker = 0
+
+    def prepared(self, plan: Plan) -> PreparedPlan:
+        for known in self._known:
+            if known.plan is plan:
+                return known
+        found = PreparedPlan(plan, self._chain)
+        self._known = [found, *self._known][:_PLANS_REMEMBERED]
+        return found
+
+    def following(self, plan: Plan) -> PreparedPlan:
+        """Return a plan as it is run by a batch that begins while the last one is in flight."""
+        prepared = self.prepared(plan)
+        return prepared.beginning_with(self._first_worker(prepared))
+
+    def begin(self, plan: Plan, *, overlaps: bool) -> PreparedPlan:
+        """Return the plan of a batch that begins, and find the worker of the one after it.
+
+        Without another one in flight it begins with worker 0.
+        """
+        prepared = self.prepared(plan)
+        first = self._first_worker(prepared) if overlaps else 0
+        self._next_worker = (first + prepared.num_turns) % plan.num_workers
+        return prepared.beginning_with(first)
+
+    def _first_worker(self, prepared: PreparedPlan) -> int:
+        if not prepared.num_turns:
+            return 0
+        return self._next_worker - self._next_worker % prepared.plan.team_size
+
+
+def plan_runs(plan: Plan, chain: Chain, *, backward: bool) -> tuple[WorkerRuns, ...]:
+    """Return the stage runs of each worker; without `backward` BACKWARD stages have nothing to do.
+
+    Where batches in flight begin with other workers there is room on each for what any one runs.
+    """
+    found = []
+    for worker, actions in enumerate(plan.schedule.workers):
+        groups = groupby(actions, key=lambda action: (action.kind, action.stage))
+        stages = [plan.partition.stage(kind, index) for (kind, index), _ in groups]
+        stays = plan.resident[worker] if plan.resident else ()
+        found.append(
+            WorkerRuns(
+                runs=tuple(_stage_run(stage, chain, backward=backward) for stage in stages),
+                num_slots=plan.weight_slots,
+                resident=_unique(chain.links[position].block for position in stays),
+            )
+        )
+    if not turns_of_batch(plan):
+        return tuple(found)
+    everybody = tuple(dict.fromkeys(run for step in found for run in step.runs))
+    return tuple(replace(step, room_for=everybody) for step in found)
+
+
+def _stage_run(stage: Stage, chain: Chain, *, backward: bool) -> StageRun:
+    links = chain.links[stage.blocks.start : stage.blocks.stop]
+    wanted: Iterable[nn.Module] = (link.block for link in links)
+    if stage.kind is StageKind.BACKWARD:
+        wanted = (link.block for link in links if link.backward and backward)
+    return StageRun(
+        stage=stage, blocks=_unique(link.block for link in links), wanted=_unique(wanted)
+    )
+
+
+def _unique(blocks: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    return tuple(dict.fromkeys(blocks))
