@@ -17,7 +17,7 @@ from torchmetrics.aggregation import CatMetric
 
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
-from roundpipe_lightning.strategy import metrics as lent_metrics
+from roundpipe_lightning.strategy import logging as strategy_logging
 from roundpipe_lightning.strategy.logging import weighted_mean
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
@@ -183,8 +183,8 @@ def test_what_is_logged_comes_by_copies_beside_the_backward_pass(
         waits[-1] += any(isinstance(x, Tensor) and tag_of(x) is not None for x in leaves)
         bring_to_host(metric)
 
-    bring_to_host = lent_metrics._bring_to_host
-    monkeypatch.setattr(lent_metrics, "_bring_to_host", bring)
+    bring_to_host = strategy_logging._bring_to_host
+    monkeypatch.setattr(strategy_logging, "_bring_to_host", bring)
     runs: list[tuple[list[float], _Outputs]] = []
     with EmulatedServer(2) as server:
         for device in server.devices:
