@@ -47,7 +47,7 @@ def test_what_is_read_is_what_was_saved(tmp_path: Path, weights_only: bool) -> N
         loaded = RoundPipeCheckpointIO().load_checkpoint(path, weights_only=weights_only)
         assert plain(loaded) == plain(_checkpoint(value))
         # An index, and tensors of at most 8000 bytes; what lies in the same memory stays together.
-        assert len(os.listdir(path)) == 4  # noqa: PTH208 - hidden files count
+        assert len(os.listdir(path)) == 5  # noqa: PTH208 - hidden files count
     state = loaded["state_dict"]
     assert state["embedding"].data_ptr() == state["head"].data_ptr()
     assert all(value.data_ptr() % 64 == 0 for value in state.values())
