@@ -555,8 +555,8 @@ class PipelineRuntime:
         batch, self.in_flight = self.in_flight, None
         if batch is not None and batch.hand_out(has_next=has_next):
             self._batch_ended(batch, has_trained=True)
-        if has_next and self.updater is not None and self.hosts is None:
-            self.updater.weigh(1.0)
+        if has_next and self.updater is not None:
+            self.updater.weigh(1.0 if self.hosts is None else None)
 
     @property
     def is_update_pending(self) -> bool:

@@ -90,6 +90,7 @@ class JointStep:
         self._read_whole, self._adds_up = read_whole, adds_up
         self._changed = threading.Condition()
         self._num_waiting, self._is_free, self._has_failed = 0, False, False
+        self._is_second = True  # a batch before may not be over
         self.step, self.begins_early = step, begins_early
         self.names, self.members = tuple(members), tuple(members.values())
         self.number_of = {p: number for number, some in enumerate(self.members) for p in some}
@@ -102,9 +103,11 @@ class JointStep:
         """Say that all is known: all gradients are given, and how to clip them."""
         _settle(self.submitted, None)
 
-    def weigh(self, share: float) -> None:
-        """Say what the share is, by which gradients are multiplied that are not yet."""
-        _settle(self._share, share)
+    def weigh(self, share: float | None) -> None:
+        """As of `Updater`; gradients that are not multiplied by the share yet will be."""
+        self._is_second = False
+        if share is not None:
+            _settle(self._share, share)
 
     def give(
         self, number: int, gradients: Mapping[Tensor, Tensor], *, is_weighed: bool = True
@@ -122,11 +125,11 @@ class JointStep:
         """Wait while gradients of several units wait to be sent: they take memory.
 
         Not while others are waited for, which come behind these perhaps: also those of a batch
-        before, which has ended on all hosts when the share is known.
+        before.
         """
 
         def has_room() -> bool:
-            is_free = self._is_free or self._has_failed or not self._share.done()
+            is_free = self._is_free or self._has_failed or self._is_second
             return is_free or self._num_waiting < _MOST_WAITING or is_given_up()
 
         with self._changed:

@@ -220,11 +220,12 @@ class Updater:
             )
         self._store.take_gradients = self._take
 
-    def weigh(self, share: float) -> None:
-        """Say what share of the loss this host has in the batch, and that those before are over."""
+    def weigh(self, share: float | None) -> None:
+        """Say that the batches before are over; and, if known, this host's share of the loss."""
         if self._begun is not None and self._begun.joint is not None:
             self._begun.joint.weigh(share)
-        self._batch.weigh(share)
+        if share is not None:
+            self._batch.weigh(share)
 
     def add_up(self, *, adds: bool) -> None:
         """Say whether the batch that begins has each block's gradients added to `.grad` at once.
