@@ -188,6 +188,8 @@ class EmulatedServer:
 
     def is_page_locked(self, tensor: Tensor) -> bool:
         start = tensor.data_ptr()
+        if start in self.page_locked:
+            return True
         locked = list(self.page_locked.items())
         return any(first <= start < first + size for first, size in locked)
 

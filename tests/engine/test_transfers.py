@@ -14,9 +14,9 @@ from torch import Tensor
 
 from roundpipe_lightning.engine.device.base import CopyQueue, CpuDevice
 from roundpipe_lightning.engine.device.events import Event, HostEvent, StepAborted
+from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES, PinnedPool
 from roundpipe_lightning.engine.transfer.copy_queue import (
     MOST_IN_FLIGHT,
-    MOST_STAGED,
     Job,
     Priority,
     TransferQueue,
@@ -143,25 +143,27 @@ def test_a_job_that_waits_holds_up_no_other() -> None:
         assert device.order == [3, 2]
 
 
-def test_staged_jobs_go_through_the_queues_own_buffers() -> None:
+@pytest.mark.parametrize("direction", list(CopyQueue))
+def test_what_is_not_page_locked_goes_up_through_the_pool(direction: CopyQueue) -> None:
     device, failures = SteppedDevice(), Failures()
-    with queue_of(device, failures, CopyQueue.UPLOAD) as queue:
-        queue.prepare_staging(CHUNK)
-        assert queue.can_stage(CHUNK)
-        assert not queue.can_stage(CHUNK + 1)
-        source = torch.arange(3 * CHUNK - 2, dtype=torch.uint8)
+    pool = PinnedPool(device)
+    device.staging = pool.take
+    with queue_of(device, failures, direction) as queue:
+        source = torch.arange(9 * CHUNK - 2, dtype=torch.uint8)
         target = torch.zeros_like(source)
-        staged = Job(
-            name="staged", priority=Priority.WEIGHTS, pieces=[(target, source)], is_staged=True
-        )
-        event = queue.submit(staged)
-        device.make(3)
+        job = Job(name="weights", priority=Priority.WEIGHTS, pieces=[(target, source)])
+        event = queue.submit(job)
+        device.make(9)
         event.wait()
         assert torch.equal(target, source)
-    on_host = {src.data_ptr() for _, src, _ in device.given}
-    assert len(on_host) == MOST_STAGED >= device.most_in_flight
-    assert source.data_ptr() not in on_host
-    assert not staged.pieces  # an event that is kept keeps no tensors
+    is_up = direction is CopyQueue.UPLOAD
+    first, stop = source.data_ptr(), source.data_ptr() + source.nbytes
+    assert all(is_up != (first <= src.data_ptr() < stop) for _, src, _ in device.given)
+    assert not job.pieces  # an event that is kept keeps no tensors
+    held = pool.num_bytes
+    device.given.clear()
+    again = [pool.take(CHUNK) for _ in range(9 * is_up)]
+    assert pool.num_bytes == held == len(again) * PAGE_BYTES
 
 
 @pytest.mark.parametrize("where", ["copy", "chunk"])

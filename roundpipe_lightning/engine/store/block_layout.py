@@ -108,7 +108,6 @@ class UploadPiece:
     previous: Tensor | None
     offset: int
     trained: bool  # whether it changes from step to step
-    is_locked: bool
 
     def version(self, *, previous: bool) -> Tensor:
         return self.previous if previous and self.previous is not None else self.source
@@ -220,7 +219,6 @@ class Layouts:
                     previous=None if flat.kept is None else bytes_of(flat.kept),
                     offset=end,
                     trained=any(p.requires_grad for p, _ in members),
-                    is_locked=True,
                 )
             )
             for parameter, offset in members:
@@ -243,7 +241,6 @@ class Layouts:
                     previous=None if kept is None else bytes_of(kept),
                     offset=end,
                     trained=parameter.requires_grad,
-                    is_locked=False,
                 )
             )
             places[parameter] = _place(parameter, end, stride=values.stride())
@@ -399,9 +396,6 @@ class Region:
             self._leaves = leaves
             self._by_parameter = dict(zip(self.layout.parameters, leaves, strict=True))
         return self._by_parameter
-
-    def is_staged(self, *, trained_only: bool) -> bool:
-        return not all(p.is_locked for p in self.layout.pieces if p.trained or not trained_only)
 
     def pieces(self, *, trained_only: bool, previous: bool) -> Sequence[tuple[Tensor, Tensor]]:
         """Return what is copied into it, put together once for all stage runs.

@@ -35,11 +35,8 @@ from torch import Tensor
 
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event, HostEvent
-from roundpipe_lightning.engine.device.host_memory import own_pages
 
-CHUNK_BYTES = 2**24  # of a buffer through which a queue stages
-MOST_IN_FLIGHT = 4  # chunks that a queue has given to its device, but for one that stages
-MOST_STAGED = 2  # the same of a queue that stages: each has a page-locked buffer
+MOST_IN_FLIGHT = 4  # chunks that a queue has given to its device
 
 
 class Priority(IntEnum):
@@ -58,8 +55,6 @@ class Job:
     Attributes:
         pieces: Pairs of destination and source; flat ones of bytes are cut into chunks.
         after: What must be done before the first copy.
-        is_staged: Whether the source is not page-locked: each chunk then goes through a page-locked
-            buffer of the queue. Only for uploads of flat bytes.
         done: Called in the queue's thread when all is there, before the event is set.
         is_direct: Whether it comes from another device, without the host.
         opens: Called in the queue's thread before the first copy; returns the pieces.
@@ -70,7 +65,6 @@ class Job:
     priority: Priority
     pieces: Sequence[tuple[Tensor, Tensor]]
     after: Sequence[Event] = ()
-    is_staged: bool = False
     done: Callable[[], None] | None = None
     is_direct: bool = False
     opens: Callable[[], Sequence[tuple[Tensor, Tensor]]] | None = None
@@ -142,7 +136,6 @@ class TransferQueue:
         self._changed = threading.Condition(lock)  # there is work, or no more
         # Who waits for the end is not woken by every chunk: it would take Python's lock each time.
         self._is_idle = threading.Condition(lock)
-        self._staging: list[Tensor] = []
         self._in_flight: deque[_Chunk] = deque()
         self._present = ""  # the name of the job that it works at
         self._ready: list[tuple[int, int, _Entry]] = []
@@ -153,30 +146,6 @@ class TransferQueue:
         self._thread: threading.Thread | None = None
 
     # ----------------------------------------------------------------------- from other threads
-
-    def prepare_staging(self, longest: int) -> None:
-        """Allocate page-locked buffers for staged jobs: one per chunk in flight.
-
-        Args:
-            longest: Bytes of the longest piece. Nothing may be in flight.
-        """
-        if not self.can_stage(longest):
-            self._unstage()
-            self._staging = [own_pages(min(CHUNK_BYTES, longest)) for _ in range(MOST_STAGED)]
-            for buffer in self._staging:
-                self._device.pin(buffer)
-
-    def can_stage(self, longest: int) -> bool:
-        return MOST_STAGED * min(CHUNK_BYTES, longest) <= self.staging_bytes
-
-    @property
-    def staging_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._staging)
-
-    def _unstage(self) -> None:
-        for buffer in self._staging:
-            self._device.unpin(buffer)
-        self._staging = []
 
     def submit(self, job: Job) -> Event:
         """Take a job and return the end of it.
@@ -241,7 +210,6 @@ class TransferQueue:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_seconds)
-        self._unstage()
 
     # ----------------------------------------------------------------------- in its own thread
 
@@ -256,8 +224,7 @@ class TransferQueue:
             try:
                 if entry is not None:
                     self._issue(entry)
-                most = MOST_STAGED if self._staging else MOST_IN_FLIGHT
-                if entry is None or len(self._in_flight) == most:
+                if entry is None or len(self._in_flight) == MOST_IN_FLIGHT:
                     self._finish(self._in_flight.popleft())
             except BaseException as error:  # noqa: BLE001 - handed to the step, which raises it
                 self._fail(error)
@@ -275,11 +242,8 @@ class TransferQueue:
             self._end(entry)
             return
         dst, src = chunk
-        if job.is_staged:
-            self._staging.reverse()  # the other one may be in flight
-            staging = self._staging[0][: src.nbytes]
-            copy_on_host(staging, src)
-            src = staging
+        if self._queue is CopyQueue.UPLOAD and not job.is_direct:
+            src = _page_locked(src, self._device)
         event = self._device.copy(dst, src, queue=self._queue, after=job.after)
         self._in_flight.append(_Chunk(entry=entry, event=event, dst=dst, src=src, is_last=is_last))
         if is_last:
@@ -332,10 +296,15 @@ def cut_up(dst: Tensor, src: Tensor, chunk_bytes: int) -> Iterator[tuple[Tensor,
         yield dst[start:stop], src[start:stop]
 
 
-def copy_on_host(dst: Tensor, src: Tensor) -> None:
-    """Copy flat host bytes, in this thread alone and without Python's lock.
+def _page_locked(src: Tensor, device: Device) -> Tensor:
+    """Return flat host bytes, or a page-locked copy where copies of them would stop the host.
 
-    A tensor's own `copy_` would start a pool of threads for each thread that calls it.
+    It is made in this thread alone and without Python's lock: a tensor's own `copy_` would start a
+    pool of threads for each thread that calls it.
     """
-    assert dst.nbytes == src.nbytes, "a chunk and its staging"
-    ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
+    is_flat = src.dim() == 1 and src.element_size() == 1
+    if device.staging is None or not is_flat or device.is_page_locked(src):
+        return src
+    staging = device.staging(src.nbytes)
+    ctypes.memmove(staging.data_ptr(), src.data_ptr(), src.nbytes)
+    return staging

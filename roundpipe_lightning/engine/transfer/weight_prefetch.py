@@ -430,7 +430,6 @@ class WeightPrefetcher:
                     *region.memory.used_by,
                     *self._store.updates_of(self._store.parameters_of(block)),
                 ),
-                is_staged=region.is_staged(trained_only=trained_only),
             )
             if resident is not None:
                 resident.uploaded(weights.events[block])
@@ -443,9 +442,8 @@ class WeightPrefetcher:
         *,
         priority: Priority,
         after: Sequence[Event],
-        is_staged: bool = False,
     ) -> Event:
-        job = Job(name=name, priority=priority, pieces=(), after=after, is_staged=is_staged)
+        job = Job(name=name, priority=priority, pieces=(), after=after)
 
         def opens() -> Sequence[tuple[Tensor, Tensor]]:
             previous, end = versions.begin_reading()

@@ -146,7 +146,6 @@ class WorkerTransfers:
             (step.num_slots, step.resident) == (present.num_slots, present.resident)
             and self.weights.has_room_for(step.runs)
             and self._gradient_bytes(step.runs) <= self.gradients.num_bytes
-            and self.uploads.can_stage(self._staged_bytes(step.runs))
         )
 
     def end_turns(self, step: object) -> None:
@@ -156,7 +155,6 @@ class WorkerTransfers:
         runs = (*step.runs, *step.room_for)
         self.weights.prepare(runs, num_slots=step.num_slots, resident=step.resident)
         self.gradients.prepare(self._gradient_bytes(runs))
-        self.uploads.prepare_staging(self._staged_bytes(runs))
 
     def _gradient_bytes(self, runs: Iterable[StageRun]) -> int:
         return max(
@@ -167,14 +165,6 @@ class WorkerTransfers:
             ),
             default=0,
         )
-
-    def _staged_bytes(self, runs: Iterable[StageRun]) -> int:
-        blocks = {block for run in runs for block in run.blocks}
-        # A job with one piece that is not page-locked stages all of its pieces.
-        layouts = (self._layouts.of(block) for block in blocks)
-        staged = (one.pieces for one in layouts if not all(p.is_locked for p in one.pieces))
-        loose = (piece.source.nbytes for pieces in staged for piece in pieces)
-        return max(loose, default=0)
 
     def await_event(self, event: Event, reason: WaitedFor) -> None:
         """Let the worker's compute wait, and note how long it did."""
@@ -216,10 +206,6 @@ class WorkerTransfers:
     @property
     def num_bytes(self) -> int:
         return self.weights.num_bytes + self.gradients.num_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        return self.uploads.staging_bytes
 
     # ------------------------------------------------------------------------------ the end of it
 
@@ -444,7 +430,7 @@ class Transfers:
     @property
     def host_bytes(self) -> int:
         """Page-locked bytes beside those of the parameters."""
-        return self._pool.num_bytes + sum(transfers.host_bytes for transfers in self._moving)
+        return self._pool.num_bytes
 
     def close(self) -> None:
         for transfers in self._moving:
