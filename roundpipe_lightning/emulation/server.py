@@ -116,7 +116,7 @@ class EmulatedServer:
         self.tags = tags
         self.host = HostClock()  # the time of the host's threads
         self.clock = ServerClock("clock of the emulated server")  # does what is due
-        self.memory = HostMemory(self.timing.host_bytes_per_second, clock=self.clock)
+        self.memory = HostMemory(self.timing.host_bytes_per_second)
         self.page_locked: dict[int, int] = {}
         self._active = threading.local()
         self.devices = tuple(self._device(index) for index in range(num_devices))

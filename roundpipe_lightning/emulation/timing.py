@@ -22,7 +22,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -100,19 +100,6 @@ class HostClock:
         self._local.late = (max(0.0, late), self._epoch)
 
 
-@dataclass(order=True, slots=True)
-class Due:
-    """Something that is to be done at a moment."""
-
-    seconds: float  # the moment, of `time.perf_counter`
-    number: int  # counts them: of two with one moment the earlier goes first
-    # what is to be done; None: nothing any more
-    call: Callable[[], None] | None = field(compare=False)
-
-    def cancel(self) -> None:
-        self.call = None
-
-
 class ServerClock:
     """Calls when moments have come. Its thread starts with the first and ends with `close`.
 
@@ -121,40 +108,29 @@ class ServerClock:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._mutex = threading.Lock()
-        self._wake = threading.Lock()  # held, but when the thread is to look again
-        self._wake.acquire()
-        self._due: list[Due] = []
-        self._num_due = 0
-        self._sleeps_until = 0.0  # 0: it does not sleep
+        self._changed = threading.Condition()
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_due = 0  # counts them: of two with one moment the earlier goes first
         self._is_open = False
         self._thread: threading.Thread | None = None
 
-    def call_at(self, seconds: float, call: Callable[[], None]) -> Due:
+    def call_at(self, seconds: float, call: Callable[[], None]) -> None:
         """Call at a moment of `time.perf_counter`, from the clock's thread."""
-        with self._mutex:
+        with self._changed:
             self._num_due += 1
-            due = Due(seconds, self._num_due, call)
-            heapq.heappush(self._due, due)
+            heapq.heappush(self._due, (seconds, self._num_due, call))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._is_open = True
                 self._thread.start()
-            elif seconds < self._sleeps_until:
-                self._rouse()
-        return due
-
-    def _rouse(self) -> None:
-        self._sleeps_until = 0.0
-        self._wake.release()
+            elif self._due[0][1] == self._num_due:
+                self._changed.notify()
 
     def close(self) -> None:
         """Do all that is left and join the thread; the next call starts another."""
-        with self._mutex:
-            thread = self._thread
-            self._is_open = False
-            if self._sleeps_until:
-                self._rouse()
+        with self._changed:
+            thread, self._is_open = self._thread, False
+            self._changed.notify()
         if thread is not None:
             thread.join()
 
@@ -165,23 +141,14 @@ class ServerClock:
 
     def _next(self) -> Callable[[], None] | None:
         """Sleep until something is due; None at the end."""
-        while True:
-            with self._mutex:
-                while self._due and self._due[0].call is None:
-                    heapq.heappop(self._due)
-                if not self._due and not self._is_open:
-                    self._thread = None
-                    return None
-                left = self._due[0].seconds - time.perf_counter() if self._due else -1.0
-                if self._due and left <= 0:
-                    return heapq.heappop(self._due).call
-                self._sleeps_until = self._due[0].seconds if self._due else float("inf")
-            if self._wake.acquire(timeout=left):  # without a limit if nothing is due
-                continue
-            with self._mutex:
-                if not self._sleeps_until:  # roused meanwhile, in vain
-                    self._wake.acquire()
-                self._sleeps_until = 0.0
+        with self._changed:
+            while self._due or self._is_open:
+                left = self._due[0][0] - time.perf_counter() if self._due else None
+                if left is not None and left <= 0:
+                    return heapq.heappop(self._due)[2]
+                self._changed.wait(left)
+            self._thread = None
+            return None
 
 
 class ComputeQueue:
@@ -352,87 +319,24 @@ class CopyEvent(EmulatedEvent):
         callback()
 
 
-@dataclass
-class _RateGroup:
-    """Copies in flight on links of one rate, all equally fast at every moment."""
-
-    bytes_per_second: float
-    done_bytes: float = 0.0  # of a copy that has always been in flight
-    # a heap by `done_bytes` at their end; a number; called with the end
-    copies: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
-
-
 class HostMemory:
-    """The memory that all links of a server share, equally at every moment.
+    """The memory that all links of a server share.
 
-    Args:
-        clock: The server's, in whose thread everything here happens.
+    A copy goes at the rate of its link, or of an equal share of the memory for each of the copies
+    that are in flight when it begins. The clock's thread alone asks.
     """
 
-    def __init__(self, bytes_per_second: float, *, clock: ServerClock) -> None:
+    def __init__(self, bytes_per_second: float) -> None:
         self._bytes_per_second = bytes_per_second
-        self._clock = clock
-        self._groups: dict[float, _RateGroup] = {}
         self._num_copies = 0  # in flight
-        self._number = 0  # of the last one
-        self._now = 0.0
-        self._next: Due | None = None
 
-    def begin(
-        self,
-        seconds: float,
-        num_bytes: int,
-        *,
-        bytes_per_second: float,
-        arrived: Callable[[float], None],
-    ) -> None:
-        """Begin a copy.
-
-        Args:
-            arrived: Called with its end.
-        """
-        if math.isinf(self._bytes_per_second):
-            end = seconds + num_bytes / bytes_per_second
-            self._clock.call_at(end, lambda: arrived(end))
-            return
-        self._go_to(seconds)
-        group = self._groups.setdefault(bytes_per_second, _RateGroup(bytes_per_second))
+    def begin(self, num_bytes: int, *, bytes_per_second: float) -> float:
+        """Begin a copy, and return how long it takes."""
         self._num_copies += 1
-        self._number += 1
-        before = (self._now - seconds) * self._rate_of(group)  # the clock may be further
-        heapq.heappush(group.copies, (group.done_bytes + num_bytes - before, self._number, arrived))
-        self._await_next()
+        return num_bytes / min(bytes_per_second, self._bytes_per_second / self._num_copies)
 
-    def _rate_of(self, group: _RateGroup) -> float:
-        return min(group.bytes_per_second, self._bytes_per_second / self._num_copies)
-
-    def _go_to(self, seconds: float) -> None:
-        if seconds > self._now:
-            if self._num_copies:
-                for group in self._groups.values():
-                    group.done_bytes += (seconds - self._now) * self._rate_of(group)
-            self._now = seconds
-
-    def _await_next(self) -> None:
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None
-        ends = [
-            (max(0.0, group.copies[0][0] - group.done_bytes) / self._rate_of(group), group)
-            for group in self._groups.values()
-            if group.copies
-        ]
-        if ends:
-            left, group = min(ends, key=lambda end: end[0])
-            end = self._now + left
-            self._next = self._clock.call_at(end, lambda: self._end(group, end))
-
-    def _end(self, group: _RateGroup, seconds: float) -> None:
-        self._go_to(seconds)
-        _, _, arrived = heapq.heappop(group.copies)
+    def end(self) -> None:
         self._num_copies -= 1
-        self._await_next()
-        arrived(seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -522,14 +426,11 @@ class LinkQueue:
         self._clock.call_at(0.0, call)
 
     def _begin(self, copy: Copy, start: float) -> None:
-        self._memory.begin(
-            start,
-            copy.num_bytes,
-            bytes_per_second=self._bytes_per_second,
-            arrived=lambda end: self._arrived(copy, end),
-        )
+        seconds = self._memory.begin(copy.num_bytes, bytes_per_second=self._bytes_per_second)
+        self._clock.call_at(start + seconds, lambda: self._arrived(copy, start + seconds))
 
     def _arrived(self, copy: Copy, end: float) -> None:
+        self._memory.end()
         error: BaseException | None = None
         try:
             copy.copy()

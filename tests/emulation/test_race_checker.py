@@ -121,22 +121,23 @@ def test_the_order_is_that_of_the_times_and_close_waits_for_all(clock: ServerClo
     def begin() -> None:  # in the clock's thread, which does nothing else meanwhile
         clock.call_at(now + 0.03, lambda: called.append(3))
         clock.call_at(now + 0.01, lambda: called.append(1))
-        clock.call_at(now + 0.02, lambda: called.append(2)).cancel()
+        clock.call_at(now + 0.02, lambda: called.append(2))
         clock.call_at(now + 0.01, lambda: called.append(11))
 
     clock.call_at(0.0, begin)
     clock.close()
-    assert called == [1, 11, 3]
+    assert called == [1, 11, 2, 3]
     assert time.perf_counter() - now >= 0.03
 
 
 def test_what_is_due_earlier_than_what_it_sleeps_for_wakes_it(clock: ServerClock) -> None:
     is_called = threading.Event()
-    far = clock.call_at(time.perf_counter() + 1e6, lambda: None)
+    far = time.perf_counter() + 0.2
+    clock.call_at(far, lambda: None)
     clock.call_at(time.perf_counter(), is_called.set)
     assert is_called.wait(60)
-    far.cancel()
     clock.close()
+    assert time.perf_counter() >= far
 
 
 def test_what_is_called_may_call_and_the_thread_ends_with_the_last(clock: ServerClock) -> None:
@@ -174,41 +175,9 @@ def test_no_call_is_lost_when_many_threads_call(clock: ServerClock) -> None:
     assert len(called) == 800
 
 
-def test_memory_is_shared_equally_at_every_moment(clock: ServerClock) -> None:
-    memory = HostMemory(1000.0, clock=clock)
-    ends: dict[str, float] = {}
-    begin = time.perf_counter()
-
-    def copy(name: str, after: float, num_bytes: int, rate: float) -> None:
-        memory.begin(
-            begin + after,
-            num_bytes,
-            bytes_per_second=rate,
-            arrived=lambda end: ends.update({name: end - begin}),
-        )
-
-    def begin_all() -> None:  # by the clock, in whose thread memory is used
-        copy("long", 0.0, 30, 1000.0)
-        clock.call_at(begin + 0.01, lambda: copy("short", 0.01, 10, 1000.0))
-        clock.call_at(begin + 0.1, lambda: copy("slow link", 0.1, 1, 100.0))
-
-    clock.call_at(0.0, begin_all)
-    clock.close()
-    # 10 bytes alone, 20 ms at half the rate beside the short one, 10 ms alone.
-    assert ends == pytest.approx({"long": 0.04, "short": 0.03, "slow link": 0.11}, abs=1e-6)
-
-
-def test_a_copy_that_is_known_late_ends_as_if_it_had_been_known_in_time(
-    clock: ServerClock,
-) -> None:
-    memory = HostMemory(1000.0, clock=clock)
-    ends: list[float] = []
-    begin = time.perf_counter()
-
-    def both() -> None:
-        for after in (0.02, 0.0):  # the clock is 20 ms further when the second is submitted
-            memory.begin(begin + after, 10, bytes_per_second=500.0, arrived=ends.append)
-
-    clock.call_at(begin + 0.02, both)
-    clock.close()
-    assert [round(end - begin, 6) for end in ends] == [0.02, 0.04]
+def test_a_copy_shares_memory_with_those_in_flight_when_it_begins() -> None:
+    memory = HostMemory(1000.0)
+    assert memory.begin(30, bytes_per_second=2000.0) == pytest.approx(0.03)
+    assert memory.begin(10, bytes_per_second=2000.0) == pytest.approx(0.02)
+    memory.end()
+    assert memory.begin(1, bytes_per_second=100.0) == pytest.approx(0.01)  # a slow link
