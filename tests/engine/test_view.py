@@ -225,6 +225,28 @@ def test_a_view_kept_on_its_module_is_the_original_there(server: Server) -> None
     assert original.chosen is original.layers[2]
 
 
+def test_a_view_is_made_while_another_microbatch_writes() -> None:
+    modules: list[Any] = []
+
+    def write(given: Any) -> Any:
+        for module in modules:
+            setattr(module, f"late{len(vars(module))}", 1)
+            module.register_module(f"module{len(module._modules)}", None)
+            module.register_parameter(f"weight{len(module._parameters)}", None)
+        return given
+
+    class Writing:
+        def __get__(self, instance: object, owner: type) -> Any:
+            return write(0)
+
+    class Written(Base):
+        count: Any = Writing()  # looked for on the class when a view is made
+
+    modules.append(Written())
+    maker = ViewMaker(parameter=write, buffer=write, classes=ViewClasses(), is_fixed=True)
+    assert maker.view_of(modules[0]).weight is modules[0].weight
+
+
 def test_training_mode_of_views_and_originals(server: Server) -> None:
     original = Base()
     view = server.view(original)

@@ -269,3 +269,13 @@ def test_what_would_be_trained_wrongly_is_refused(
 
 def test_what_the_optimizer_has_may_thaw(tmp_path: Path) -> None:
     assert _fit(tmp_path, _thaw_a_member).global_step == 4
+
+
+def test_a_module_may_say_by_itself_what_its_parameters_are(tmp_path: Path) -> None:
+    class OfHead(Regressor):
+        def parameters(self, recurse: bool = True) -> Any:
+            return self.head.parameters(recurse)
+
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    trainer.fit(OfHead("sgd"), regression_data())
+    assert trainer.global_step == 4

@@ -85,6 +85,13 @@ def written_constant(b: Batch) -> Tensor:
     return (view * b.x[:, :4]).mean()
 
 
+def written_number(b: Batch) -> Tensor:
+    base = torch.zeros(8, device="meta")
+    view = base[:4]
+    base.fill_(len(b))
+    return (view * b.x[:, :4]).mean()
+
+
 def written_list(b: Batch) -> Tensor:
     sums = [torch.zeros(8, device="meta")]
     torch._foreach_add_(sums, [b.x.sum(0)])
@@ -118,11 +125,14 @@ def average(b: Batch) -> Tensor:
         (lambda b: torch.where(b.r > b.r.mean(), b.r, 0.0).mean(), "gt"),
         (lambda b: torch.zeros(200, 5, device="meta").gather(1, b.ids[:, :3]).mean(), "gather"),
         (lambda b: (b.scores * torch.arange(len(b), device="meta")).mean(), "mul"),
+        (lambda b: (b.r * b.r[torch.arange(len(b) - 1, -1, -1, device="meta")]).mean(), "number"),
+        (lambda b: (b.r * b.x.flatten()[torch.arange(len(b), device="meta")]).mean(), "index"),
         # What is written into shows in what shares its memory.
         (lambda b: written(b, lambda b: b.x[0], rows=1), "copy_"),
         (lambda b: written(b, lambda b: b.x[:-1], rows=slice(1, None)), "copy_"),
         (lambda b: written(b, lambda b: b.x.mean(0)), "expand"),
         (written_constant, "add_"),
+        (written_number, "fill_"),
         (written_list, "_foreach_add_"),
         (average, "parameter or a buffer"),
         # No mean, or several.
@@ -147,19 +157,21 @@ def test_not_proven(step: Callable[[Batch], Tensor], reason: str) -> None:
 @pytest.mark.parametrize(
     ("leave", "reason"),
     [
-        (lambda x: x.square().sum(), "beside its output"),
-        (lambda x: x.cumsum(1).cumsum(-1).cumsum(0), r"counts along the rows \(cumsum\)"),
+        (lambda x, total: x.square().sum(), "beside its output"),
+        (lambda x, total: x.cumsum(1).cumsum(-1).cumsum(0), r"counts along the rows \(cumsum\)"),
+        (lambda x, total: total.add_(x.square().sum()), r"stay apart \(block\)"),
     ],
 )
 def test_what_blocks_leave_and_what_they_count_is_not_known(leave: Any, reason: str) -> None:
     left: list[Tensor] = []
 
-    def block(x: Tensor) -> Tensor:
-        left.append(leave(x))
+    def block(x: Tensor, total: Tensor) -> Tensor:
+        left.append(leave(x, total))
         return x
 
     def run(given: dict[str, Tensor], around: Callable[..., Any]) -> Any:
-        return around(block, 0)(given["x"]).mean() + left[-1], []
+        total = torch.zeros((), device="meta")
+        return around(block, 0)(given["x"], total).mean() + left[-1] + total, []
 
     with pytest.raises(Unproven, match=reason):
         prove_step(batch={"x": torch.zeros(6, 8)}, run=run)

@@ -452,7 +452,7 @@ class ViewMaker:
             "_gone": set(),
             "_class_swapped": False,
         }
-        for name, value in state.items():
+        for name, value in list(state.items()):  # another microbatch may write meanwhile
             if name in _MODULE_INTERNALS:
                 own[name] = value
             elif name not in _TABLES and hasattr(base, name):
@@ -471,4 +471,5 @@ class ViewMaker:
 
 
 def _placed(entries: Mapping[str, Any], place: Callable[[Any], Any]) -> dict[str, Any]:
-    return {name: None if entry is None else place(entry) for name, entry in entries.items()}
+    found = list(entries.items())  # another microbatch may write meanwhile
+    return {name: None if entry is None else place(entry) for name, entry in found}

@@ -324,11 +324,14 @@ class _Proof:
         for tensor in op.written:
             if _memory(tensor) in self._given:
                 raise Unproven("it writes into a parameter or a buffer")
-            is_known = op.name == "block" or id(tensor) in made
-            by_rows = is_known and isinstance(self._states.get(id(tensor)), _Rows)
+            state = self._states.get(id(tensor))
+            by_rows = isinstance(state, _Rows)
+            is_known = id(tensor) in made or (op.name == "block" and by_rows)
+            if not (any(taken) or differs or state):
+                continue  # a constant into a constant
             for one in self._sharing.get(_memory(tensor), ()):
-                stays = by_rows and isinstance(self._states[id(one)], _Rows)
-                if any(taken) and not (stays or (one is tensor and is_known)):
+                stays = is_known and by_rows and isinstance(self._states[id(one)], _Rows)
+                if not (stays or (one is tensor and is_known)):
                     self._states[id(one)] = _mixing(op)
 
     def _state_of(self, op: _Op, taken: Sequence[_State], made: Tensor, rows: _State) -> _State:
@@ -402,8 +405,10 @@ class _Proof:
                 if isinstance(state, _Rows) and dim == state.dim and index is not None:
                     return False
                 continue
-            is_row = isinstance(state, _Rows) and dim == state.dim
-            if of_index.are_numbers is not is_row or of_index.num_each != rows.num_each:
+            num_each = state.num_each if isinstance(state, _Rows) and dim == state.dim else 0
+            if num_each > 1:  # not its rows are numbered
+                return False
+            if of_index.are_numbers is not bool(num_each) or of_index.num_each != rows.num_each:
                 return False
             if index.dim() - of_index.dim != made.dim() - rows.dim:
                 return False
@@ -444,6 +449,8 @@ def _settings(op: _Op) -> list[Any]:
     """Return an operation's numbers, but for those that only say how many rows there are."""
     if op.name in ("full", "new_full"):
         return [op.args[-1]]
+    if op.name == "arange":
+        return [*op.args[:-1][:1], *op.args[2:]]  # where it begins, and its step
     if op.name in _SIZED:
         return []
     leaves = tree_leaves((op.args, dict(op.kwargs)))
@@ -508,7 +515,6 @@ _SIZED = (_CONSTANT - {"ones_like", "zeros_like", "full_like", "scalar_tensor"})
     "_unsafe_view",
     "reshape",
     "_reshape_alias",
-    "arange",
     "slice",
 }
 _SAME = frozenset("_to_copy clone detach alias lift_fresh".split())

@@ -412,7 +412,8 @@ class TrainedParameters:
         self._note()
 
     def _note(self) -> None:
-        self._seen = {p for p in self._module.parameters() if p.requires_grad}
+        # Not of `parameters()`, which users write anew: what an optimizer is given.
+        self._seen = {p for p in parameters_in(self._module) if p.requires_grad}
         self._ids = set(map(id, self._seen))  # hashes of tensors are slow
 
     def check(self) -> None:
