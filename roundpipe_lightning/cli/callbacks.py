@@ -209,14 +209,16 @@ class LastCheckpoint(Checkpoint):
         super().__init__()
         self.path = f"{dirpath}/last.ckpt"
         self.every_n_steps = whole("callbacks.last_checkpoint.every_n_steps", every_n_steps)
-        self._saved_step = 0
+        self._saved_step = self._num_started = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_step = trainer.global_step
+        self._num_started = _batches(trainer).started
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        self._num_started = _batches(trainer).started
         step = trainer.global_step
         if step - self._saved_step >= self.every_n_steps or step == trainer.max_steps:
             self._save(trainer)
@@ -229,8 +231,8 @@ class LastCheckpoint(Checkpoint):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        between_steps = progress.ready == progress.processed  # type: ignore[attr-defined]
+        batches = _batches(trainer)  # one that is ready has changed nothing before it has started
+        between_steps = batches.started == self._num_started or batches.ready == batches.processed
         stopped: tuple[type[BaseException], ...] = (KeyboardInterrupt, SIGTERMException)
         if trainer.world_size > 1:  # others do not know of an interrupt at once
             stopped = (SIGTERMException,)
@@ -243,6 +245,10 @@ class LastCheckpoint(Checkpoint):
             return
         trainer.save_checkpoint(self.path, weights_only=False)
         self._saved_step = trainer.global_step
+
+
+def _batches(trainer: Trainer) -> Any:
+    return trainer.fit_loop.epoch_loop.batch_progress.total
 
 
 class MetricsFile(Logger):

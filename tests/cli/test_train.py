@@ -324,6 +324,29 @@ def test_an_interrupt_within_a_step_saves_nothing(
     assert last["global_step"] == 2
 
 
+def test_an_interrupt_before_a_step_begins_saves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object, batch: object, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise KeyboardInterrupt
+
+    train(compose_small(tmp_path / "whole", "trainer.max_steps=4"))
+    config = compose_small(tmp_path / "run", "trainer.max_steps=4")
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalLanguageModule, "on_train_batch_start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == 2
+    train(compose_small(tmp_path / "run", "trainer.max_steps=4", f"ckpt_path={last}"))
+    whole = torch.load(tmp_path / "whole" / "checkpoints" / "last.ckpt", weights_only=True)
+    again = torch.load(last, weights_only=True)
+    assert again["global_step"] == whole["global_step"] == 4
+    for name, values in whole["state_dict"].items():
+        assert torch.equal(values, again["state_dict"][name]), name
+
+
 OPEN = [override for override in SMALL if not override.startswith("partition.")]
 
 
