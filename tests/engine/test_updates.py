@@ -312,25 +312,43 @@ def test_gradients_that_are_being_taken_count_as_given(monkeypatch: pytest.Monke
     assert joint.is_given(0)
 
 
-def test_nobody_waits_for_room_before_the_share_is_known() -> None:
-    """Gradients of the batch before come behind, and the share when that is over."""
-    asked: list[bool] = []
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+def test_gradients_wait_for_room_unless_others_are_missing() -> None:
+    """What is missing comes behind them: of the unit to be sent, or of the batch before."""
+    waits: list[bool] = []
+
+    def give_up() -> bool:
+        waits[-1] = True
+        return True
+
+    def asks() -> bool:
+        waits.append(False)
+        joint.await_room(give_up)
+        return waits[-1]
+
+    def give(number: int) -> None:
+        joint.give(number, {parameters[number]: torch.ones(2)}, is_weighed=False)
+
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
     step = CapturedStep(torch.optim.SGD(parameters, lr=1.0), gradients={})
     members = {str(number): [p] for number, p in enumerate(parameters)}
     joint = JointStep(step, members, begins_early=True, waits=False)
-    for number, parameter in enumerate(parameters):
-        joint.give(number, {parameter: torch.ones(2)}, is_weighed=False)
-
-    def give_up() -> bool:
-        asked.append(True)
-        return True
-
-    joint.await_room(give_up)
-    assert not asked
+    give(1)
+    give(2)
+    assert not asks(), "the batch before may come behind"
+    joint.weigh(None)
+    assert asks()
+    thread, taken = in_thread(lambda: joint.take(0))
+    while joint._awaited is None:
+        time.sleep(0.001)
+    assert not asks(), "the first one comes behind"
+    give(0)
+    assert asks(), "whoever takes it may not have noticed yet"
     joint.weigh(0.5)
-    joint.await_room(give_up)
-    assert asked
+    thread.join()
+    assert [given.share for given in taken] == [0.5]
+    assert asks()
+    joint.take(1)
+    assert not asks(), "one waits"
 
 
 def test_batches_that_are_added_up_have_shares_of_their_own() -> None:

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import faulthandler
 import multiprocessing
 import os
@@ -5,11 +7,13 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 _SECONDS = 600.0  # a host that waits for another one says so long before
+_LEAVE_SECONDS = 5.0  # for an orderly end
 
 _context = multiprocessing.get_context("forkserver")
 # The server imports once what every host needs.
@@ -43,6 +47,72 @@ def run_on_hosts(
     return [host.result() for host in started]
 
 
+class HostsAtWork:
+    """Hosts that run one function after the other. A context manager.
+
+    After an exception of a host they may be out of step: others are started.
+    """
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+        self._start()
+
+    def _start(self) -> None:
+        pipes = [_context.Pipe() for _ in range(self._num)]
+        self._mine = [mine for mine, _ in pipes]
+        self._started = start_hosts(self._num, _work, [theirs for _, theirs in pipes])
+        for _, theirs in pipes:
+            theirs.close()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """As `run_on_hosts`."""
+        for each in self._mine:
+            each.send_bytes(pickle.dumps((function, args)))
+        found = [_received(each) for each in self._mine]
+        if any(isinstance(each, BaseException) for each in found):
+            self._stop()
+            self._start()
+        return found
+
+    def _stop(self) -> None:
+        for mine, host in zip(self._mine, self._started, strict=True):
+            mine.close()
+            host.process.join(_LEAVE_SECONDS)
+            host.process.kill()
+
+    def __enter__(self) -> HostsAtWork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+
+def _work(rank: int, pipes: Sequence[Connection]) -> None:
+    for host, other in enumerate(pipes):
+        if host != rank:
+            other.close()  # else nobody sees that it was killed
+    with suppress(EOFError):
+        while True:
+            faulthandler.cancel_dump_traceback_later()
+            function, args = pickle.loads(pipes[rank].recv_bytes())
+            faulthandler.dump_traceback_later(_SECONDS - 5)
+            try:
+                result = function(rank, *args)
+            except BaseException as error:  # noqa: BLE001 - the test looks at it
+                traceback.print_exc()
+                result = error
+            pipes[rank].send_bytes(pickle.dumps(result))
+
+
+def _received(results: Connection) -> Any:
+    if not results.poll(_SECONDS):
+        return TimeoutError("a host hangs")
+    try:
+        return pickle.loads(results.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        return ProcessLookupError("a host was killed")
+
+
 @dataclass(frozen=True)
 class StartedHost:
     """A host that runs.
@@ -57,13 +127,9 @@ class StartedHost:
 
     def result(self) -> Any:
         """Wait for its end; return what the function returned, or the exception it raised."""
-        if not self.results.poll(_SECONDS):
+        result = _received(self.results)
+        if isinstance(result, TimeoutError):
             self.process.kill()
-            return TimeoutError("a host hangs")
-        try:
-            result = pickle.loads(self.results.recv_bytes())
-        except EOFError:
-            result = ProcessLookupError("a host was killed")
         self.process.join(_SECONDS)
         return result
 

@@ -89,7 +89,8 @@ class JointStep:
     ) -> None:
         self._read_whole, self._adds_up = read_whole, adds_up
         self._changed = threading.Condition()
-        self._num_waiting, self._is_free, self._has_failed = 0, False, False
+        self._num_waiting, self._has_failed = 0, False
+        self._awaited: int | None = None  # the unit that is taken, or was last
         self._is_second = True  # a batch before may not be over
         self.step, self.begins_early = step, begins_early
         self.names, self.members = tuple(members), tuple(members.values())
@@ -129,32 +130,30 @@ class JointStep:
         """
 
         def has_room() -> bool:
-            is_free = self._is_free or self._has_failed or self._is_second
+            is_missing = self._awaited is not None and not self.is_given(self._awaited)
+            is_free = is_missing or self._has_failed or self._is_second
             return is_free or self._num_waiting < _MOST_WAITING or is_given_up()
 
         with self._changed:
             while not self._changed.wait_for(has_room, _POLL_SECONDS):
                 pass  # nobody says that a step is given up
 
-    def _note(self, *, is_free: bool, num_taken: int = 0) -> None:
-        with self._changed:
-            self._is_free, self._num_waiting = is_free, self._num_waiting - num_taken
-            self._changed.notify_all()
-
     def is_given(self, number: int) -> bool:
         return self._given[number].done()
 
     def take(self, number: int) -> Given:
         """Wait for a unit's gradients, and let go of them; called once."""
-        if not self._given[number].done():
-            self._note(is_free=True)
+        with self._changed:
+            self._awaited = number
+            self._changed.notify_all()
         gradients, is_weighed = self._given[number].result()
-        self._note(is_free=False)
         nothing = Future[tuple[Mapping[Tensor, Tensor], bool]]()
         nothing.set_result(({}, True))
         self._given[number] = nothing  # `is_given` all the time, to who asks in another thread
         share = 1.0 if is_weighed else self._share.result()
-        self._note(is_free=False, num_taken=1)
+        with self._changed:
+            self._num_waiting -= 1
+            self._changed.notify_all()
         if self._adds_up and not is_weighed:
             add_to_grad(gradients, share=share)
             gradients, share = grads_of(self.members[number]), 1.0
@@ -164,8 +163,9 @@ class JointStep:
 
     def fail(self, error: BaseException) -> None:
         """Let go of everybody who waits for gradients that will not come."""
-        self._has_failed = True
-        self._note(is_free=True)
+        with self._changed:
+            self._has_failed = True
+            self._changed.notify_all()
         waited_for: list[Future[Any]] = [self._share, self.submitted, *self._given]
         for each in waited_for:
             with suppress(InvalidStateError):  # it has come
