@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from roundpipe_lightning.cli.job import Job, MetaModel
 from roundpipe_lightning.cli.plan import command as plan_module
 from roundpipe_lightning.cli.plan.command import PlanOutput, run
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.planning.model.hardware import config_folder
+from roundpipe_lightning.planning.model.hardware import config_folder, load_hardware
 from roundpipe_lightning.planning.search.partition import Effort
 from roundpipe_lightning.planning.search.remedies import Price
 from tests.kit.programs import run_program
@@ -215,6 +216,28 @@ def test_uneven_hosts_get_parts_of_the_batch_by_their_speed(ask: Ask) -> None:
     assert speeds[0] > 1.5 * speeds[1]
     page = ask.text("nodes=[rtx4090x4,rtx4090x1]", "data.batch_size=64", "network=100GbE")
     assert f"trainer.strategy.host_share={speeds[1]:.0f}" in page
+
+
+def test_hosts_without_room_get_less_of_the_optimizers_state(ask: Ask) -> None:
+    """As much on each where that fits; else by the room that each host has."""
+    machines = []
+    for name, host_bytes in (("large", 2**36), ("small", 16 * MIB)):
+        figures = asdict(replace(load_hardware("rtx4090x4"), host_bytes=host_bytes))
+        for key in ("num_nodes", "memory_share", "unequal"):
+            del figures[key]
+        machines.append(ask.folder / f"{name}.yaml")
+        machines[-1].write_text(json.dumps({**figures, "name": name}))
+    page = ask.text(f"nodes=[{machines[0]},{machines[1]}]", "data.batch_size=8")
+    large, small = json.loads((ask.folder / "report.json").read_text())["hosts"]
+    assert small["fits"]
+    assert small["host_bytes"] <= 16 * MIB
+    assert 0 < small["memory_share"] < 0.5
+    assert large["memory_share"] + small["memory_share"] == pytest.approx(1)
+    assert f" trainer.strategy.memory_share={small['memory_share']:g}\n" in page
+    alone = (f"hardware_file={machines[1]}", "trainer.num_nodes=2", "data.batch_size=8")
+    changes = ask.json(*alone, status=EXIT_DOES_NOT_FIT)["changes"]
+    [less] = [each for each in changes if "memory_share" in str(each["overrides"])]
+    assert 0 < float(less["overrides"][0].partition("=")[2]) < 0.5
 
 
 @pytest.mark.parametrize(

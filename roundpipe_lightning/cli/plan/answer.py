@@ -32,6 +32,7 @@ from roundpipe_lightning.planning.search.fit import (
     fits_memory,
     memory_shortage,
 )
+from roundpipe_lightning.planning.search.partition import QUICK
 from roundpipe_lightning.planning.search.remedies import Price, Remedy, other_machines, verified
 
 _LONGEST = 2**22
@@ -39,6 +40,10 @@ _LONGEST = 2**22
 
 _MULTIPLE = 128
 """The longest sequence is a multiple of this."""
+
+_MEMORY_SHARE = "trainer.strategy.memory_share"
+_SHARE_STEPS = 100
+"""Shares of memory are multiples of one by this."""
 
 _GIB = 2**30
 _SMALL_RATE = 1e-4  # below, an update is often less than half a step of bfloat16
@@ -209,6 +214,7 @@ def _changes(job: Job, *, is_measured: bool) -> Iterator[Remedy[Change]]:
     now = seen(job)
     rows: Iterator[_Row] = chain(
         _free_changes(job) if is_measured else (),
+        _less_of_the_state(job, now),
         _coarser_numbers(job),
         _shorter_sequences(job) if is_measured else (),
         _slower_storage(job, now),
@@ -317,6 +323,17 @@ def _fewer_trained(job: Job) -> Iterator[_Row]:
     quantized = {**_LORA, "target_modules": "all-linear", "frozen_bits": 4}
     cost += " and is rounded to 4 bits"
     yield Price.TRAINABLE, "peft=qlora", {"peft": quantized}, cost
+
+
+def _less_of_the_state(job: Job, training: TrainingJob) -> Iterator[_Row]:
+    """The largest part of what hosts divide that has room on this one."""
+    if job.num_nodes == 1 or job.options.memory_share != "auto":
+        return
+    share = int(_SHARE_STEPS * most_share(fit_training(replace(training, effort=QUICK))))
+    if 0 < share < _SHARE_STEPS / job.num_nodes:
+        keys = {_MEMORY_SHARE: share / _SHARE_STEPS}
+        cost = f"the same results, if others have room for {1 - share / _SHARE_STEPS:g} together"
+        yield Price.NOTHING, _overrides(keys), keys, cost
 
 
 def _more_hosts(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
@@ -501,31 +518,66 @@ class HostPlan:
 def uneven(job: Job, machines: Sequence[str]) -> list[HostPlan]:
     """Plan hosts that are not alike: each one's share of the batch follows its tokens per second.
 
+    What they divide of masters, sums and optimizer's state is as much on each, or where a host has
+    no room for that, goes by the room that each has.
+
     Args:
         job: The training; its batch is that of one of as many equal hosts.
         machines: What each host is.
     """
-
-    def planned(machine: str, batch_size: int) -> HostPlan:
-        changes = {
+    size, num = job.batch_size, len(machines)
+    of_machines = [
+        {
             "hardware_file": machine,
             "trainer.accelerator": "auto",
             "trainer.devices": "auto",
-            "trainer.num_nodes": len(machines),
-            "data.batch_size": batch_size,
+            "trainer.num_nodes": num,
         }
-        its = job.with_changes(changes)
-        answer = its.answer()
+        for machine in machines
+    ]
+    hosts = [_host_plan(job, changes) for changes in of_machines]
+    sizes = split_samples(size * num, [host.speed or 1.0 for host in hosts])
+    hosts = [
+        host if own == size else _host_plan(job, changes | {"data.batch_size": own}, host.speed)
+        for host, changes, own in zip(hosts, of_machines, sizes, strict=True)
+    ]
+    needed = any(host.answer.memory.host.missing_bytes for host in hosts)
+    if not needed or job.options.memory_share != "auto":
+        return hosts
+    most = [most_share(host.answer) for host in hosts]
+    if sum(most) < 1:
+        return hosts
+    shares = split_samples(_SHARE_STEPS, most)
+    return [
+        _host_plan(
+            job,
+            changes | {"data.batch_size": own, _MEMORY_SHARE: share / _SHARE_STEPS},
+            host.speed,
+        )
+        for host, changes, own, share in zip(hosts, of_machines, sizes, shares, strict=True)
+    ]
+
+
+def _host_plan(job: Job, changes: Mapping[str, Any], speed: float | None = None) -> HostPlan:
+    """Plan one host; `speed`: as it is known already."""
+    its = job.with_changes(changes)
+    answer = its.answer()
+    if speed is None:
         speed = 0.0
         if answer.prediction is not None:
             alone = answer.prediction.step_seconds - answer.prediction.network_seconds
             speed = answer.job.step_tokens / alone
-        return HostPlan(job=its, answer=answer, speed=speed)
+    return HostPlan(job=its, answer=answer, speed=speed)
 
-    size = job.batch_size
-    hosts = [planned(machine, size) for machine in machines]
-    sizes = split_samples(size * len(machines), [host.speed or 1.0 for host in hosts])
-    return [
-        host if own == size else replace(planned(machine, own), speed=host.speed)
-        for host, machine, own in zip(hosts, machines, sizes, strict=True)
-    ]
+
+def most_share(answer: FitAnswer) -> float:
+    """Return how much of what hosts divide has room on one, beside the rest of its plan."""
+
+    def lack(share: float) -> int:
+        hardware = replace(answer.job.hardware, memory_share=share)
+        return replace(answer.job, hardware=hardware).report(answer.layout).host.lack_bytes
+
+    half, whole = lack(0.5), lack(1.0)  # it grows as a line
+    if whole <= 0:
+        return 1.0
+    return max(0.0, 0.5 - 0.5 * half / (whole - half)) if whole > half else 0.0

@@ -322,8 +322,8 @@ class PlanOutput:
         if self.hosts:
             lines += ["", "Hosts that are not alike", *map(_host_line, self.hosts)]
             lines.append(
-                f"  together {self.tokens_per_second:,.0f} tokens/s; set each one's "
-                "trainer.strategy.host_share there"
+                f"  together {self.tokens_per_second:,.0f} tokens/s; set what each has of "
+                "trainer.strategy there"
             )
         return lines
 
@@ -373,6 +373,7 @@ def _host(host: HostPlan) -> dict[str, Any]:
         "alone_tokens_per_second": host.speed,
         "step_seconds": _seconds(host.answer),
         "fits": host.answer.fits,
+        "memory_share": host.answer.job.hardware.memory_share,
         "device_bytes": host.answer.memory.device.total_bytes,
         "host_bytes": host.answer.memory.host.total_bytes,
     }
@@ -381,11 +382,13 @@ def _host(host: HostPlan) -> dict[str, Any]:
 def _host_line(host: HostPlan) -> str:
     memory, seconds = host.answer.memory, _seconds(host.answer)
     step = "does not fit" if seconds is None else f"{seconds:.4g} s"
+    part = host.answer.job.hardware.memory_share
+    memory_share = "" if part is None else f" trainer.strategy.memory_share={part:g}"
     return (
         f"  {host.job.machine.name}: {host.job.batch_size} sequences, {step}, "
         f"{size_text(memory.device.total_bytes)} of a device, "
         f"{size_text(memory.host.total_bytes)} of the host; trainer.strategy.host_share="
-        f"{host.speed:.0f}"
+        f"{host.speed:.0f}{memory_share}"
     )
 
 
