@@ -145,7 +145,7 @@ class Forms:
         if number is not None:
             raise DataError(
                 f"{record.place}: message {number} has an image, and what is trained reads text "
-                "alone. Remove it, or train a model that sees: recipe=gemma3_4b/qlora, or "
+                "alone. Remove it, or train a model that sees: recipe=gemma3_4b/vision, or "
                 "module=vision data=vision with model=... of your own."
             )
         return content

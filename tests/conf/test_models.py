@@ -11,8 +11,10 @@ from roundpipe_lightning.modules import ModelSource
 CONF = Path(__file__).parents[2] / "conf" / "model"
 
 PUBLISHED = {
+    "gemma3_12b": ("google/gemma-3-12b-it", 12_187_325_040),
     "gemma3_1b": ("google/gemma-3-1b-it", 999_885_952),
     "gemma3_270m": ("google/gemma-3-270m-it", 268_098_176),
+    "gemma3_27b": ("google/gemma-3-27b-it", 27_432_406_640),
     "gemma3_4b": ("google/gemma-3-4b-it", 4_300_079_472),
     "gpt_oss_120b": ("openai/gpt-oss-120b", 116_829_156_672),
     "gpt_oss_20b": ("openai/gpt-oss-20b", 20_914_757_184),

@@ -69,7 +69,7 @@ def test_every_recipe_is_complete(recipe: str, tmp_path: Path) -> None:
     assert 1 <= settings["trainer"]["max_epochs"] <= 4
     assert (settings["trainer"]["max_steps"], settings["trainer"]["precision"]) == (-1, "auto")
     assert (settings["peft"].get("_target_") is None) == (method == "full")
-    assert settings["peft"].get("frozen_bits", 16) == (4 if method == "qlora" else 16)
+    assert settings["peft"].get("frozen_bits", 16) == (4 if method in ("qlora", "vision") else 16)
     text = (FOLDER / f"{recipe}.yaml").read_text(encoding="utf-8")
     assert re.search(r"^# Figures: https://\S+$", text, re.MULTILINE)
     assert (config_folder() / "model" / f"{model}.yaml").is_file()
@@ -94,13 +94,13 @@ def test_a_recipe_is_planned_without_whole_logits(tmp_path: Path) -> None:
 TOO_SMALL = {
     "rtx4090x4": (
         *("gpt_oss_120b/full", "llama3_1_70b/full", "llama3_3_70b/full", "qwen3_30b_a3b/full"),
-        *("qwen3_32b/full", "qwen3_235b_a22b/full"),
+        *("gemma3_27b/full", "qwen3_32b/full", "qwen3_235b_a22b/full"),
     ),
     "a100x8": ("qwen3_235b_a22b/full",),
     "h100x1": (
         *("gpt_oss_20b/full", "gpt_oss_120b/full", "llama3_1_70b/full", "llama3_3_70b/full"),
         *("mistral_small_24b/full", "qwen3_30b_a3b/full", "qwen3_32b/full", "qwen3_235b_a22b/full"),
-        "qwen3_235b_a22b/lora",
+        *("gemma3_27b/full", "qwen3_235b_a22b/lora"),
     ),
 }
 """Recipes that a machine has no host memory for."""

@@ -263,7 +263,7 @@ def test_calls_of_tools_and_own_names_of_fields_are_read() -> None:
         ({"messages": [{**ASKED, "train": "yes"}]}, r"message 1 has train='yes'\. Use true or"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            r"message 1 has an image, .* recipe=gemma3_4b/qlora",
+            r"message 1 has an image, .* recipe=gemma3_4b/vision",
         ),
     ],
 )

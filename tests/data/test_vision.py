@@ -120,16 +120,23 @@ def test_a_plan_says_that_images_are_not_counted(folder: Path, module: str) -> N
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:Block .* runs on the whole batch:UserWarning")  # Llava's hooks
-@pytest.mark.parametrize("family", ["gemma3", "llava"])
-def test_a_model_that_sees_trains_as_on_one_device(folder: Path, family: str) -> None:
-    """Two steps of the recipe on a tiny model; rows have 0, 1 or 2 images."""
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("gemma3", "vision"), ("llava", "vision"), ("gemma3", "lora"), ("gemma3", "full")],
+)
+def test_a_model_that_sees_trains_as_on_one_device(
+    folder: Path, family: str, method: str
+) -> None:
+    """Two steps of the recipe on a tiny model; rows have 0, 1 or 2 images, or are texts."""
     write_seeing_model(folder / "model", family)
     contents = [part("red.png"), part("blue.png"), part("red.png") + part("blue.png"), "No."]
+    if method != "vision":
+        contents = ["No.", "Never.", "What is it?", "What are they?"] * 4
     [path] = make(folder, *map(asked, contents * 3)).files.parts()
     losses = []
     for trainer in ("roundpipe", "single_device"):
         words = (
-            "recipe=gemma3_4b/qlora",
+            f"recipe=gemma3_4b/{method}",
             "model=hub",
             f"model.hub_name={folder / 'model'}",
             f"data.files=[{path}]",
@@ -140,8 +147,7 @@ def test_a_model_that_sees_trains_as_on_one_device(folder: Path, family: str) ->
             "data.seq_len=128",
             "data.batch_size=4",
             "data.validation_share=0.3",
-            "peft.lora_dropout=0",
-            "peft=lora",
+            *(() if method == "full" else ("peft=lora", "peft.lora_dropout=0")),
             "trainer.max_steps=2",
             "trainer.precision=32-true",
         )
