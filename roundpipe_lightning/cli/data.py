@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from roundpipe_lightning.cli.objects import build, run_explained
-from roundpipe_lightning.data import FileDataModule
+from roundpipe_lightning.data import ByteDataModule, FileDataModule
 from roundpipe_lightning.data.samples import IGNORED, Sample
 from roundpipe_lightning.errors import ConfigurationError
 
@@ -29,7 +29,7 @@ def show(config: DictConfig) -> None:
     """
     config.data.batch_size = 1  # however few samples there are
     data = build(config.data)
-    if not isinstance(data, FileDataModule):
+    if isinstance(data, ByteDataModule) or not isinstance(data, FileDataModule):
         raise ConfigurationError(
             "roundpipe-data shows data of files: name some, such as data=chats.jsonl."
         )

@@ -6,19 +6,18 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import filter as filter_names
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from roundpipe_lightning.data.records import Record
 from roundpipe_lightning.data.samples import Padding, Row, Sample, as_row, packed_row
-from roundpipe_lightning.data.token_data import FileDataModule, FileOptions, TokenDataModule
+from roundpipe_lightning.data.token_data import FileDataModule
 from roundpipe_lightning.errors import ConfigurationError, DataError
 
 
@@ -185,89 +184,23 @@ class ClassificationDataModule(FileDataModule):
         )
 
 
-NUM_TOKENS = 257
-"""Token ids in use: one for each byte (0 to 255) and the document separator."""
-
-DOCUMENT_SEPARATOR = 256
-"""Token id written before every document."""
-
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
 """Folders that are not read: installed packages and the test suites some systems leave out."""
 
 
-class ByteDataModule(TokenDataModule):
-    """Byte-level windows of source text that is already on the user's machine.
-
-    Nothing is downloaded and nothing is written. The files are read in `setup`, so making the
-    data module costs nothing.
-
-    Args:
-        text: Which files are read, and how much of them.
-        options: Fields of `FileOptions`: `seq_len` (in bytes), `batch_size`, `seed`, `num_workers`.
-
-    Raises:
-        ConfigurationError: A figure is too small, or (in `setup`) there is too little text.
-    """
-
-    num_tokens = NUM_TOKENS
-    drops_last_validation_batch = True
-
-    def __init__(self, *, text: TextFolder, **options: Any) -> None:
-        super().__init__(FileOptions(**options))
-        self.text = text
-
-    @override
-    def setup(self, stage: str | None = None) -> None:
-        """Read and pack the text, once."""
-        if self.train_rows is None:
-            train, validation = self.text.read()
-            windows = self._windows(train, part="training", setting="train_bytes")
-            self.validation_rows = self._windows(
-                validation, part="validation", setting="validation_bytes"
-            )
-            self.train_rows = windows
-
-    def _windows(self, documents: Iterable[bytes], *, part: str, setting: str) -> list[Row]:
-        """The windows of a part; too few for a batch would silently train nothing."""
-        windows = pack(documents, seq_len=self.seq_len)
-        if len(windows) < self.batch_size:
-            raise ConfigurationError(
-                f"The {part} text makes {len(windows)} windows of data.seq_len={self.seq_len} "
-                f"bytes, less than one batch of data.batch_size={self.batch_size}. Raise "
-                f"data.text.{setting}, or lower data.seq_len or data.batch_size."
-            )
-        return [{"input_ids": window, "labels": window} for window in windows]
-
-
-def pack(documents: Iterable[bytes], *, seq_len: int) -> Tensor:
-    """Lay documents end to end, each after a separator, and cut them into equal windows.
-
-    The tokens left over after the last whole window are dropped.
-
-    Args:
-        documents: The documents, in order.
-        seq_len: Tokens of a window.
-
-    Returns:
-        Token ids, int64, on the CPU, shape (windows, seq_len); no window for too little text.
-    """
-    pieces = [np.zeros(0, np.int64)]
-    for document in documents:
-        pieces += [np.array([DOCUMENT_SEPARATOR]), np.frombuffer(document, np.uint8)]
-    stream = torch.from_numpy(np.concatenate(pieces))
-    num_windows = len(stream) // seq_len
-    return stream[: num_windows * seq_len].reshape(num_windows, seq_len)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextFolder:
-    """Files of a folder as documents, chosen the same way on every run.
+    """Records: files of a folder as texts, chosen the same way on every run.
+
+    Files are taken in the order of `find_files`, those to validate on first; no file is in both
+    parts. The last one of each part is cut so that its budget holds exactly.
 
     Attributes:
         folder: Where the files are; None: the running Python's standard library.
         pattern: Glob pattern of the files' names.
         train_bytes: Most bytes to train on.
-        validation_bytes: Most bytes to validate on; whole files, none of which is trained on.
+        validation_bytes: Most bytes to validate on.
+        is_validation: Whether these are the texts to validate on.
 
     Raises:
         ConfigurationError: A budget is below one byte.
@@ -275,8 +208,9 @@ class TextFolder:
 
     folder: str | None = None
     pattern: str = "*.py"
-    train_bytes: int = 4_000_000
+    train_bytes: int = 1_000_000
     validation_bytes: int = 65_536
+    is_validation: bool = False
 
     def __post_init__(self) -> None:
         for name in ("train_bytes", "validation_bytes"):
@@ -285,32 +219,52 @@ class TextFolder:
                     f"data.text.{name}={getattr(self, name)} must be at least 1 byte."
                 )
 
-    @property
-    def root(self) -> Path:
-        return Path(
-            sysconfig.get_path("stdlib") if self.folder is None else self.folder
-        ).expanduser()
-
-    def read(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Documents to train and to validate on, each up to its budget; no file is in both.
-
-        Validation documents are read first. Files are taken in the order of `find_files`; the last
-        one of each part is cut so that the budget holds exactly, and what was cut off is used by
-        neither.
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes that are read of each file.
 
         Raises:
             ConfigurationError: The folder does not exist, has no such file, or too little text.
         """
-        files = find_files(self.root, pattern=self.pattern)
-        validation, num_used = _take(files, num_bytes=self.validation_bytes)
-        train, _ = _take(files[num_used:], num_bytes=self.train_bytes)
+        root = Path(self.folder or sysconfig.get_path("stdlib")).expanduser()
+        files = find_files(root, pattern=self.pattern)
+        left = iter(files)
+        validation, train = (
+            _within(left, num_bytes) for num_bytes in (self.validation_bytes, self.train_bytes)
+        )
         if not train:
             raise ConfigurationError(
-                f"{str(self.root)!r} has too little text: all of its {len(files)} files went into "
-                f"the {self.validation_bytes} bytes for validation. Lower "
-                "data.text.validation_bytes."
+                f"{str(root)!r} has too little text: all of its {len(files)} files went into the "
+                f"{self.validation_bytes} bytes for validation. Lower data.text.validation_bytes."
             )
-        return train, validation
+        return validation if self.is_validation else train
+
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    def read(self, part: str) -> Iterator[Record]:
+        with Path(part).open("rb") as file:
+            text = file.read(self.sizes[part]).decode(errors="replace")
+        if text.strip():
+            yield Record(fields={"text": text}, place=part, part=part)
+
+
+class ByteDataModule(TextDataModule):
+    """Texts of a folder that is already on the user's machine, such as Python's own source.
+
+    Nothing is downloaded.
+
+    Args:
+        text: Which files are read, and how much of them.
+        options: Those of `TextDataModule` but the files.
+
+    Raises:
+        ConfigurationError: A figure is too small, or (in `setup`) there is too little text.
+    """
+
+    def __init__(self, *, text: TextFolder, **options: Any) -> None:
+        validation = replace(text, is_validation=True)
+        super().__init__(files=text, validation_files=validation, keep_apart=False, **options)
 
 
 def find_files(folder: Path, *, pattern: str) -> list[Path]:
@@ -344,14 +298,10 @@ def find_files(folder: Path, *, pattern: str) -> list[Path]:
     return sorted(found, key=place)
 
 
-def _take(files: list[Path], *, num_bytes: int) -> tuple[tuple[bytes, ...], int]:
-    """Contents of the first files, `num_bytes` in all, and how many files were opened for it."""
-    documents: list[bytes] = []
-    left = num_bytes
-    for path in files:
-        if left <= 0:
-            break
-        document = path.read_bytes()[:left]
-        documents.append(document)
-        left -= len(document)
-    return tuple(documents), len(documents)
+def _within(files: Iterator[Path], num_bytes: int) -> dict[str, int]:
+    """The next files, up to so many bytes in all, and what is read of each."""
+    sizes: dict[str, int] = {}
+    while num_bytes > 0 and (path := next(files, None)) is not None:
+        sizes[str(path)] = min(num_bytes, path.stat().st_size)
+        num_bytes -= sizes[str(path)]
+    return sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -104,83 +104,21 @@ class FileOptions:
         return TooLong(self.too_long)
 
 
-class TokenDataModule(LightningDataModule):
-    """Rows of tokens in memory, for training and for validation.
-
-    A subclass sets both in `setup`. The order of the training rows depends on the seed and the
-    epoch alone. Validation rows stay in their order, and are what is tested and predicted as well.
-
-    Args:
-        options: How samples are split, cut and batched.
-
-    Attributes:
-        train_rows: Rows to train on, a list or a `Dataset`; None before `setup`.
-        validation_rows: Rows to validate on; None before `setup`.
-    """
-
-    drops_last_validation_batch = False
-    """Whether a smaller last batch of validation rows is left out."""
-
-    def __init__(self, options: FileOptions) -> None:
-        super().__init__()
-        self.options = options
-        self.train_rows: Any = None
-        self.validation_rows: Any = None
-
-    @property
-    @abstractmethod
-    def num_tokens(self) -> int:
-        """Size that a model's vocabulary must have at least."""
-
-    @property
-    def seq_len(self) -> int:
-        return self.options.seq_len
-
-    @property
-    def batch_size(self) -> int:
-        return self.options.batch_size
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        assert self.train_rows is not None, "Lightning calls setup first"
-        # an order by the seed and the epoch alone; Lightning's own strategies may have processes
-        number, rank = (1, 0)
-        if self.trainer is not None:
-            number, rank = self.trainer.world_size, self.trainer.global_rank
-        order: DistributedSampler[Any] = DistributedSampler(
-            self.train_rows, num_replicas=number, rank=rank, seed=self.options.seed
-        )
-        return self._loader(self.train_rows, sampler=order, drop_last=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        assert self.validation_rows is not None, "Lightning calls setup first"
-        return self._loader(self.validation_rows, drop_last=self.drops_last_validation_batch)
-
-    def _loader(self, rows: Any, **settings: Any) -> DataLoader[Any]:
-        return DataLoader(
-            rows,
-            batch_size=self.batch_size,
-            num_workers=self.options.num_workers,
-            collate_fn=self.collate(),
-            persistent_workers=self.options.num_workers > 0,
-            **settings,
-        )
-
-    test_dataloader = predict_dataloader = val_dataloader
-
-    def collate(self) -> Callable[[list[Row]], Any] | None:
-        """Function that makes a batch of rows; None stacks their tensors."""
-        return None
-
-
-class FileDataModule(TokenDataModule):
+class FileDataModule(LightningDataModule):
     """Samples of files, tokenised in `setup`. Batches are padded to their longest row.
 
-    The kinds of data differ in how a record becomes rows: see `encode` and `arrange`.
+    The kinds of data differ in how a record becomes rows: see `encode` and `arrange`. The order of
+    the training rows depends on the seed and the epoch alone. Validation rows stay in their order,
+    and are what is tested and predicted as well.
 
     Args:
         files: The samples: what `RecordFiles` takes, or an object that has records.
         tokenizer: Has its `name` and loads it: `roundpipe_lightning.modules.TokenizerSource`.
         options: The fields of `FileOptions`; `seq_len` and `batch_size` among them.
+
+    Attributes:
+        train_rows: Rows to train on, a list or a `Dataset`; None before `setup`.
+        validation_rows: Rows to validate on; None before `setup`.
 
     Raises:
         ConfigurationError: A setting is out of its range.
@@ -190,7 +128,10 @@ class FileDataModule(TokenDataModule):
     """Kinds of records that are learned from, see `Forms`."""
 
     def __init__(self, *, files: Files, tokenizer: Any, **options: Any) -> None:
-        super().__init__(FileOptions(**options))
+        super().__init__()
+        self.options = FileOptions(**options)
+        self.train_rows: Any = None
+        self.validation_rows: Any = None
         if self.options.streaming and type(self).take is FileDataModule.take:
             raise ConfigurationError(
                 "data.streaming=true is for data=chat and data=text. Leave it out."
@@ -201,6 +142,14 @@ class FileDataModule(TokenDataModule):
         self.skipped: Counter[str] = Counter()
         self.summary = ""
         self._tokenizer: Any = None
+
+    @property
+    def seq_len(self) -> int:
+        return self.options.seq_len
+
+    @property
+    def batch_size(self) -> int:
+        return self.options.batch_size
 
     @abstractmethod
     def encode(self, record: Record) -> Sequence[Any]:
@@ -236,8 +185,8 @@ class FileDataModule(TokenDataModule):
         return repr(self.tokenizer_source.name or "bytes")
 
     @property
-    @override
     def num_tokens(self) -> int:
+        """Size that a model's vocabulary must have at least."""
         return len(self.tokenizer)
 
     @property
@@ -284,7 +233,7 @@ class FileDataModule(TokenDataModule):
         if self.options.streaming:
             self.files.parts()  # that they are there
             validation = self.encode_all(as_source(given or ()))
-            self.train_rows, self.validation_rows = (), self.arrange(list(_all(validation)))
+            self.train_rows, self.validation_rows = (), self._rows_to_validate(validation)
             self._report("read while training goes on")
             return
         train = self.encode_all(self.files)
@@ -304,8 +253,17 @@ class FileDataModule(TokenDataModule):
                 f"The {len(samples)} training samples make {len(rows)} rows, less than one batch "
                 f"of data.batch_size={self.batch_size}. Give more samples or lower data.batch_size."
             )
-        self.train_rows, self.validation_rows = rows, self.arrange(list(_all(validation)))
+        self.train_rows, self.validation_rows = rows, self._rows_to_validate(validation)
         self._report(f"{len(samples):,} samples in {_summary(rows)}")
+
+    def _rows_to_validate(self, samples: Mapping[str, Sequence[Any]]) -> Sequence[Row]:
+        rows = self.arrange(list(chain.from_iterable(samples.values())))
+        if not rows:
+            raise ConfigurationError(
+                "The validation texts are shorter than one window of "
+                f"data.seq_len={self.seq_len} tokens. Give more, or lower data.seq_len."
+            )
+        return rows
 
     def _report(self, figures: str) -> None:
         """Say which form the files have, of many files by example, and what is in them."""
@@ -320,10 +278,16 @@ class FileDataModule(TokenDataModule):
         self.summary = f"Data: {'; '.join(forms) or ', '.join(self.files.parts()[:2])}; {figures}."
         rank_zero_info(self.summary)
 
-    @override
     def train_dataloader(self) -> DataLoader[Any]:
         if not self.options.streaming:
-            return super().train_dataloader()
+            # by the seed and the epoch alone; Lightning's own strategies may have processes
+            number, rank = (1, 0)
+            if self.trainer is not None:
+                number, rank = self.trainer.world_size, self.trainer.global_rank
+            order: DistributedSampler[Any] = DistributedSampler(
+                self.train_rows, num_replicas=number, rank=rank, seed=self.options.seed
+            )
+            return self._loader(self.train_rows, sampler=order, drop_last=True)
         reader = copy(self)
         reader.trainer = None  # processes that prepare batches have a reader, and no Trainer
         options = self.options
@@ -332,8 +296,24 @@ class FileDataModule(TokenDataModule):
         )
         return StreamLoader(stream, num_workers=options.num_workers)
 
-    @override
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.validation_rows)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def _loader(self, rows: Any, **settings: Any) -> DataLoader[Any]:
+        assert rows is not None, "Lightning calls setup first"
+        return DataLoader(
+            rows,
+            batch_size=self.batch_size,
+            num_workers=self.options.num_workers,
+            collate_fn=self.collate(),
+            persistent_workers=self.options.num_workers > 0,
+            **settings,
+        )
+
     def collate(self) -> Callable[[list[Row]], Any]:
+        """Function that makes a batch of rows."""
         return Padding(pad_token=self.pad_token_id, multiple_of=self.options.pad_to_multiple_of)
 
     def encode_all(self, source: RecordSource) -> dict[str, list[Any]]:
@@ -361,10 +341,6 @@ class FileDataModule(TokenDataModule):
 
 def as_source(files: Files) -> RecordSource:
     return RecordFiles(paths=files) if isinstance(files, (Sequence, Mapping)) else files
-
-
-def _all(parts: Mapping[str, Sequence[Any]]) -> Iterator[Any]:
-    return chain.from_iterable(parts.values())
 
 
 def _summary(rows: Sequence[Row]) -> str:

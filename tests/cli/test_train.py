@@ -175,7 +175,7 @@ REFUSED = {
     "weights": (["model.weights=zero"], ConfigurationError, "random, pretrained"),
     "no name": (["model.weights=pretrained"], ConfigurationError, "model.hub_name"),
     "seq_len": (["data.seq_len=2048"], ConfigurationError, "1024 positions"),
-    "vocabulary": (["model.architecture.vocab_size=256"], ConfigurationError, "at least 257"),
+    "vocabulary": (["model.architecture.vocab_size=256"], ConfigurationError, "at least 259"),
     "architecture": (["model.architecture.model_type=x"], ConfigurationError, "model_type='x'"),
     "microbatches": (["partition.num_microbatches=0"], ConfigurationError, "num_microbatches"),
     "folder": (["model.weights=pretrained", "model.hub_name=."], ModelSourceError, "local folder"),

@@ -1,19 +1,20 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from roundpipe_lightning.data import ByteDataModule, TextFolder
-from roundpipe_lightning.data.text import DOCUMENT_SEPARATOR, NUM_TOKENS, find_files, pack
+from roundpipe_lightning.data.text import find_files
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.modules import TokenizerSource
 
 
 def make_data(**options: Any) -> ByteDataModule:
     text = TextFolder(train_bytes=2_000, validation_bytes=500)
-    return ByteDataModule(**{"seq_len": 16, "batch_size": 4, "text": text, **options})
+    given = {"seq_len": 16, "batch_size": 4, "text": text, "tokenizer": TokenizerSource()}
+    return ByteDataModule(**{**given, **options})
 
 
 def fill(folder: Path) -> None:
@@ -82,10 +83,13 @@ def test_refuses_figures_that_are_too_small(name: str, value: int) -> None:
         make(**{name.removeprefix("text."): value})
 
 
-@pytest.mark.parametrize("part", ["train", "validation"])
-def test_refuses_too_little_text_for_one_batch(part: str) -> None:
-    budgets: Any = {"train_bytes": 2_000, "validation_bytes": 500, f"{part}_bytes": 20}
-    with pytest.raises(ConfigurationError, match=f"Raise data.text.{part}_bytes"):
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [("train", "make 0 rows, less than one batch"), ("validation", "shorter than one window")],
+)
+def test_refuses_too_little_text(part: str, message: str) -> None:
+    budgets: Any = {"train_bytes": 2_000, "validation_bytes": 500, f"{part}_bytes": 10}
+    with pytest.raises(ConfigurationError, match=message):
         make_data(text=TextFolder(**budgets)).setup()
 
 
@@ -107,7 +111,10 @@ def test_budgets_hold_exactly_and_no_file_is_in_both_parts(
 ) -> None:
     fill(tmp_path)
     text = TextFolder(folder=str(tmp_path), train_bytes=budget, validation_bytes=25)
-    train, validation = text.read()
+    train, validation = (
+        [record.text("text") for part in each.parts() for record in each.read(part)]
+        for each in (text, replace(text, is_validation=True))
+    )
     assert sum(map(len, validation)) == 25
     assert sum(map(len, train)) == num_trained
     assert not {text[:1] for text in train} & {text[:1] for text in validation}
@@ -126,15 +133,4 @@ def test_text_that_is_not_there_is_named(
 ) -> None:
     fill(tmp_path)
     with pytest.raises(ConfigurationError, match=message):
-        TextFolder(**{"folder": str(tmp_path), **options}).read()
-
-
-@given(st.lists(st.binary(max_size=40), max_size=8), st.integers(min_value=1, max_value=16))
-def test_nothing_but_the_last_tokens_is_lost(documents: list[bytes], seq_len: int) -> None:
-    windows = pack(documents, seq_len=seq_len)
-    num_tokens = sum(map(len, documents)) + len(documents)
-    assert windows.shape == (num_tokens // seq_len, seq_len)
-    assert windows.dtype == torch.int64
-    expected = [token for document in documents for token in (DOCUMENT_SEPARATOR, *document)]
-    assert windows.flatten().tolist() == expected[: windows.numel()]
-    assert all(0 <= token < NUM_TOKENS for token in expected)
+        TextFolder(**{"folder": str(tmp_path), **options}).parts()

@@ -124,9 +124,7 @@ def test_a_plan_says_that_images_are_not_counted(folder: Path, module: str) -> N
     ("family", "method"),
     [("gemma3", "vision"), ("llava", "vision"), ("gemma3", "lora"), ("gemma3", "full")],
 )
-def test_a_model_that_sees_trains_as_on_one_device(
-    folder: Path, family: str, method: str
-) -> None:
+def test_a_model_that_sees_trains_as_on_one_device(folder: Path, family: str, method: str) -> None:
     """Two steps of the recipe on a tiny model; rows have 0, 1 or 2 images, or are texts."""
     write_seeing_model(folder / "model", family)
     contents = [part("red.png"), part("blue.png"), part("red.png") + part("blue.png"), "No."]
