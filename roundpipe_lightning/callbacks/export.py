@@ -89,7 +89,8 @@ class ExportPretrained(Callback):
             trainer.strategy.join_updates()
         tokenizer = self._tokenizer
         if tokenizer is None:
-            held = getattr(getattr(trainer, "datamodule", None), "tokenizer", None)
+            data = getattr(trainer, "datamodule", None)
+            held = getattr(data, "processor", getattr(data, "tokenizer", None))  # of images, too
             tokenizer = held if hasattr(held, "save_pretrained") else None
         folder = export_pretrained(
             find_pretrained(pl_module, self._model),

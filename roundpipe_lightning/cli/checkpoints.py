@@ -85,7 +85,8 @@ def _tokenizer_of_run(checkpoint: Path | None) -> Any:
     saved: Any = {} if run is None else OmegaConf.load(run / "config.yaml")
     source = OmegaConf.select(saved, "data.tokenizer") if saved else None
     try:
-        return None if source is None else build(source).load()
+        found = None if source is None else build(source)
+        return found and getattr(found, "load_processor", found.load)()
     except RoundPipeError as error:  # without a network, say
         warnings.warn(
             f"The tokenizer is the model's, not the run's, which could not be read: {error}",

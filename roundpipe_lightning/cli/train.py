@@ -332,7 +332,7 @@ _SERVE_MODEL = """\
 ```bash
 vllm serve {folder}
 
-python llama.cpp/convert_hf_to_gguf.py {folder} --outfile model.gguf --outtype q8_0
+{download}python llama.cpp/convert_hf_to_gguf.py {here} --outfile model.gguf --outtype q8_0
 llama-server -m model.gguf
 
 echo 'FROM ./model.gguf' > Modelfile
@@ -343,9 +343,9 @@ _SERVE_ADAPTER = """\
 ```bash
 vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={folder}
 
-hf download {base} --local-dir base
+{download}hf download {base} --local-dir base
 python llama.cpp/convert_hf_to_gguf.py base --outfile base.gguf --outtype q8_0
-python llama.cpp/convert_lora_to_gguf.py {folder} --base base --outfile adapter.gguf
+python llama.cpp/convert_lora_to_gguf.py {here} --base base --outfile adapter.gguf
 llama-server -m base.gguf --lora adapter.gguf
 
 printf 'FROM ./base.gguf\\nADAPTER ./adapter.gguf\\n' > Modelfile
@@ -353,6 +353,27 @@ ollama create {name} -f Modelfile && ollama run {name}
 ```
 
 `roundpipe-export merge=true` merges the adapter into its base, which needs no base beside it."""
+
+_SERVE_OTHERS = """\
+vLLM and llama.cpp do not load this kind of adapter, or with another scale; `peft` does. Merged into
+its base (`roundpipe-export merge=true`), where it can be, it is a model that both serve."""
+
+_SERVE_SCORES = "`AutoModelForSequenceClassification` loads it; an adapter needs `peft` besides."
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM takes as the largest one."""
+
+
+def _serve(settings: Mapping[str, Any] | None) -> tuple[str, int]:
+    """How a model, or an adapter with these settings, is served, and the rank to serve it with."""
+    if settings is None:
+        return _SERVE_MODEL, 0
+    names = ("use_dora", "use_rslora", "modules_to_save")
+    if settings.get("peft_type") != "LORA" or any(settings.get(name) for name in names):
+        return _SERVE_OTHERS, 0
+    largest = max([settings["r"], *(settings.get("rank_pattern") or {}).values()])
+    rank = next((rank for rank in _RANKS if rank >= largest), None)
+    return (_SERVE_OTHERS, 0) if rank is None else (_SERVE_ADAPTER, rank)
 
 
 def write_card(folder: Path, run: Path, *, name: str | None = None) -> None:
@@ -374,9 +395,12 @@ def write_card(folder: Path, run: Path, *, name: str | None = None) -> None:
     header = {"library_name": "transformers" if settings is None else "peft"}
     if base and "/" in base:
         header["base_model"] = base
-    if not config.module["_target_"].endswith(("ClassificationModule", "RewardModule")):
-        header["pipeline_tag"] = "text-generation"
-    serve = _SERVE_MODEL if settings is None else _SERVE_ADAPTER
+    serve, rank = _serve(settings)
+    if config.module["_target_"].endswith(("ClassificationModule", "RewardModule")):
+        serve = _SERVE_SCORES
+    else:
+        sees = config.module["_target_"].endswith("VisionLanguageModule")
+        header["pipeline_tag"] = "image-text-to-text" if sees else "text-generation"
     files = config.data.get("files") or ()
     names = [_public(str(file)) or "" for file in ([files] if isinstance(files, str) else files)]
     title = (name or folder.resolve().name).rpartition("/")[2]
@@ -406,9 +430,11 @@ def write_card(folder: Path, run: Path, *, name: str | None = None) -> None:
         "",
         serve.format(
             folder=name or ".",
+            here=title if name else ".",
+            download=f"hf download {name} --local-dir {title}\n" if name else "",
             name=title,
             base=base or "BASE",
-            rank=max(8, (settings or {}).get("r") or 8),
+            rank=rank,
         ),
     ]
     write_text(folder / "README.md", "\n".join(lines) + "\n")

@@ -219,6 +219,9 @@ def test_an_export_has_a_card_and_goes_to_the_hub(run: Path) -> None:
     card = files["README.md"].decode()
     assert "| Training | 3 steps of 4 microbatches on 4 workers |" in card
     assert "vllm serve me/mine" in card
+    assert (
+        "hf download me/mine --local-dir mine\npython llama.cpp/convert_hf_to_gguf.py mine" in card
+    )
     assert str(run.parent) not in card
     plan = json.loads((run / "plan.json").read_text())
     assert f"{plan['num_microbatches']} microbatches, 4 workers" in card
@@ -230,10 +233,23 @@ def test_the_card_of_an_adapter_names_its_base(tmp_path: Path) -> None:
     config: Any = OmegaConf.load(run / "config.yaml")
     config.model.hub_name = "Qwen/Qwen3-0.6B"
     OmegaConf.save(config, run / "config.yaml")
-    write_card(run / "export", run)
-    card = (run / "export" / "README.md").read_text()
-    assert "base_model: Qwen/Qwen3-0.6B" in card
-    assert "--enable-lora --max-lora-rank 16 --lora-modules export=." in card
+    settings = json.loads((run / "export" / "adapter_config.json").read_text())
+
+    def card(**changes: Any) -> str:
+        (run / "export" / "adapter_config.json").write_text(json.dumps({**settings, **changes}))
+        write_card(run / "export", run)
+        return (run / "export" / "README.md").read_text()
+
+    assert "base_model: Qwen/Qwen3-0.6B" in card()
+    for changes in ({}, {"r": 12}, {"r": 4, "rank_pattern": {"q_proj": 10}}):
+        assert "--enable-lora --max-lora-rank 16 --lora-modules export=." in card(**changes)
+    for name, value in (("use_dora", True), ("use_rslora", True), ("peft_type", "IA3"), ("r", 600)):
+        refused = card(**{name: value})
+        assert "with another scale" in refused
+        assert "vllm serve" not in refused
+    config.module._target_ = "roundpipe_lightning.modules.RewardModule"
+    OmegaConf.save(config, run / "config.yaml")
+    assert "`AutoModelForSequenceClassification` loads it" in card()
 
 
 def test_a_hub_that_refuses_is_explained_before_anything_is_written(run: Path) -> None:

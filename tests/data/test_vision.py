@@ -141,7 +141,7 @@ def test_a_model_that_sees_trains_as_on_one_device(folder: Path, family: str, me
             f"trainer={trainer}",
             f"paths.output_dir={folder / trainer}",
             "hardware=cpu",
-            "callbacks=minimal",
+            "callbacks=export",
             "data.seq_len=128",
             "data.batch_size=4",
             "data.validation_share=0.3",
@@ -154,6 +154,8 @@ def test_a_model_that_sees_trains_as_on_one_device(folder: Path, family: str, me
         figures = summary(folder / trainer)
         losses.append([figures[name] for name in ("loss_first", "loss_last", "val_loss")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    files = {path.name for path in (folder / "roundpipe" / "export").iterdir()}
+    assert ("processor_config.json" in files) == (method == "vision")
 
 
 _DEVICES = {"roundpipe": ["trainer.devices=2", "partition.num_microbatches=2"], "single_device": []}
