@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
@@ -233,58 +233,34 @@ class Snapshot:
 
 
 class WriteQueue:
-    """Runs jobs one after the other, in a thread that lives while there are any.
+    """Runs jobs one after the other, in a thread for which a process that ends waits.
 
-    The thread is no daemon: a process that ends waits for it. An error does not stop the jobs
-    after it; the first is handed out once, by `raise_error`.
+    An error does not stop the jobs after it; the first is handed out once, by `raise_error`.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._jobs: list[Future[None]] = []  # that are not over, or whose errors were not raised
+        self._pool: ThreadPoolExecutor | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` after all that were submitted before.
-
-        Raises:
-            RuntimeError: The system gives no thread; the job is not taken then.
-        """
-        with self._changed:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="roundpipe-checkpoints")
-                thread.start()  # it looks for jobs when this lock is free
-                self._thread = thread
-            self._jobs.append(job)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._jobs:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                job = self._jobs[0]
-            try:
-                job()
-            except Exception as error:  # noqa: BLE001 - handed to the caller's thread
-                if self._error is None:
-                    self._error = error
-            with self._changed:
-                self._jobs.popleft()
-                self._changed.notify_all()
+        """Run `job` after all that were submitted before; RuntimeError: there is no thread."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="roundpipe-checkpoints")
+        self._jobs = [each for each in self._jobs if not each.done() or each.exception()]
+        try:
+            self._jobs.append(self._pool.submit(job))
+        except RuntimeError:
+            self._pool = None  # which would run it later
+            raise
 
     def drain(self) -> None:
-        with self._changed:
-            thread = self._thread
-            while self._jobs:
-                self._changed.wait()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        """Wait for all jobs, and end the thread."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
 
     def raise_error(self) -> None:
-        with self._changed:
-            error, self._error = self._error, None
-        if error is not None:
+        errors = [each.exception() for each in self._jobs if each.done()]
+        self._jobs = [each for each in self._jobs if not each.done()]
+        for error in filter(None, errors):
             raise error

@@ -35,7 +35,7 @@ from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord, WorkerState
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat
-from roundpipe_lightning.strategy.hosts.data import GlobalBatch, HostPart, own_draws
+from roundpipe_lightning.strategy.hosts.data import GlobalBatch, HostPart, num_rows_of, own_draws
 from roundpipe_lightning.strategy.logging import (
     LentMetrics,
     LogCall,
@@ -462,18 +462,15 @@ class PipelineRuntime:
         present = InFlightBatch(step, planned=planned, num_values=size, backward_scale=scale)
         return present, known, logged, whole
 
-    def _joined(
-        self,
-        cut: MicrobatchedBatch,
-        known: StepOutputs,
-        hosts: Hosts,
-    ) -> GlobalBatch:
+    def _joined(self, cut: MicrobatchedBatch, known: StepOutputs, hosts: Hosts) -> GlobalBatch:
         """Put a batch together with what other hosts have of it; gradients may leave then."""
-        part = HostPart.of(
-            cut,
-            list(known.losses),
-            [part["logged"] for part in known.outputs],
+        part = HostPart(
             batch_number=self._batch_number,
+            averages_over=cut.averages_over(),
+            num_rows=num_rows_of(cut.parts),
+            shares=cut.shares,
+            losses=list(known.losses),
+            logged=[part["logged"] for part in known.outputs],
             is_asked=hosts.is_asked_to_stop,
         )
         whole = GlobalBatch(part, hosts)

@@ -514,6 +514,10 @@ class HostPlan:
     answer: FitAnswer
     speed: float
 
+    def with_changes(self, **changes: Any) -> HostPlan:
+        job = self.job.with_changes(changes)
+        return replace(self, job=job, answer=job.answer())
+
 
 def uneven(job: Job, machines: Sequence[str]) -> list[HostPlan]:
     """Plan hosts that are not alike: each one's share of the batch follows its tokens per second.
@@ -525,49 +529,39 @@ def uneven(job: Job, machines: Sequence[str]) -> list[HostPlan]:
         job: The training; its batch is that of one of as many equal hosts.
         machines: What each host is.
     """
-    size, num = job.batch_size, len(machines)
-    of_machines = [
-        {
+
+    def planned(machine: str) -> HostPlan:
+        changes = {
             "hardware_file": machine,
             "trainer.accelerator": "auto",
             "trainer.devices": "auto",
-            "trainer.num_nodes": num,
+            "trainer.num_nodes": len(machines),
         }
-        for machine in machines
-    ]
-    hosts = [_host_plan(job, changes) for changes in of_machines]
-    sizes = split_samples(size * num, [host.speed or 1.0 for host in hosts])
-    hosts = [
-        host if own == size else _host_plan(job, changes | {"data.batch_size": own}, host.speed)
-        for host, changes, own in zip(hosts, of_machines, sizes, strict=True)
-    ]
-    needed = any(host.answer.memory.host.missing_bytes for host in hosts)
-    if not needed or job.options.memory_share != "auto":
-        return hosts
-    most = [most_share(host.answer) for host in hosts]
-    if sum(most) < 1:
-        return hosts
-    shares = split_samples(_SHARE_STEPS, most)
-    return [
-        _host_plan(
-            job,
-            changes | {"data.batch_size": own, _MEMORY_SHARE: share / _SHARE_STEPS},
-            host.speed,
-        )
-        for host, changes, own, share in zip(hosts, of_machines, sizes, shares, strict=True)
-    ]
-
-
-def _host_plan(job: Job, changes: Mapping[str, Any], speed: float | None = None) -> HostPlan:
-    """Plan one host; `speed`: as it is known already."""
-    its = job.with_changes(changes)
-    answer = its.answer()
-    if speed is None:
+        its = job.with_changes(changes)
+        answer = its.answer()
         speed = 0.0
         if answer.prediction is not None:
             alone = answer.prediction.step_seconds - answer.prediction.network_seconds
             speed = answer.job.step_tokens / alone
-    return HostPlan(job=its, answer=answer, speed=speed)
+        return HostPlan(job=its, answer=answer, speed=speed)
+
+    size = job.batch_size
+    hosts = [planned(machine) for machine in machines]
+    sizes = split_samples(size * len(machines), [host.speed or 1.0 for host in hosts])
+    hosts = [
+        host if own == size else host.with_changes(**{"data.batch_size": own})
+        for host, own in zip(hosts, sizes, strict=True)
+    ]
+    is_missing = any(host.answer.memory.host.missing_bytes for host in hosts)
+    if is_missing and job.options.memory_share == "auto":
+        most = [most_share(host.answer) for host in hosts]
+        if sum(most) >= 1:
+            shares = split_samples(_SHARE_STEPS, most)
+            return [
+                host.with_changes(**{_MEMORY_SHARE: share / _SHARE_STEPS})
+                for host, share in zip(hosts, shares, strict=True)
+            ]
+    return hosts
 
 
 def most_share(answer: FitAnswer) -> float:

@@ -24,7 +24,7 @@ itself. With one chunk at a time either direction stands still half of the time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -107,7 +107,15 @@ class Ownership:
         Args:
             tensors: The parameters of a block.
             whole: Whether a parameter has one owner.
+
+        Raises:
+            ConfigurationError: A parameter's elements do not lie one after the other.
         """
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ConfigurationError(
+                "A parameter is not contiguous, which training on several hosts does not support. "
+                "Replace it by nn.Parameter(parameter.detach().contiguous())."
+            )
         new = [tensor for tensor in tensors if tensor not in self._pieces]
         if whole:
             for tensor in new:
@@ -127,13 +135,12 @@ class Ownership:
             ]
             offset += tensor.numel()
 
-    @property
-    def tensors(self) -> Iterable[Tensor]:
-        return self._pieces.keys()
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._pieces)
 
     def pieces(self, tensor: Tensor) -> Sequence[Piece | None]:
-        """Return what each host owns of a parameter, by rank."""
-        return self._pieces[tensor]
+        """Return what each host owns of a parameter, by rank; empty: nobody owns it yet."""
+        return self._pieces.get(tensor, ())
 
 
 def _aligned(bound: int, total: int) -> int:
@@ -221,46 +228,19 @@ class Exchange:
     Args:
         hosts: All hosts.
         chunk_bytes: About how much is sent at once.
+
+    Attributes:
+        hosts: As given.
+        ownership: Who owns what.
     """
 
     def __init__(self, hosts: Hosts, *, chunk_bytes: int = _CHUNK_BYTES) -> None:
         keep_pieces_apart(2 * _CHUNK_BYTES)  # else sums and moments leave holes behind
         self.hosts = hosts
         self._chunk_bytes = chunk_bytes
-        self._ownership = Ownership(hosts.parts)
+        self.ownership = Ownership(hosts.parts)
         self._gradients = Traffic(hosts, hosts.gradients, "gradients")
         self._weights = Traffic(hosts, hosts.weights, "values")
-
-    # Who owns what -------------------------------------------------------------------------------
-
-    def divide(self, tensors: Sequence[Tensor], *, whole: bool) -> None:
-        """As `Ownership.divide`.
-
-        Raises:
-            ConfigurationError: A parameter's elements do not lie one after the other.
-        """
-        if not all(tensor.is_contiguous() for tensor in tensors):
-            raise ConfigurationError(
-                "A parameter is not contiguous, which training on several hosts does not support. "
-                "Replace it by nn.Parameter(parameter.detach().contiguous())."
-            )
-        self._ownership.divide(tensors, whole=whole)
-
-    def owned(self, tensor: Tensor) -> Piece | None:
-        """Return what this host owns of a parameter; None: nothing, or nobody owns it yet."""
-        return self.pieces(tensor)[self.hosts.rank] if tensor in self._ownership else None
-
-    def pieces(self, tensor: Tensor) -> Sequence[Piece | None]:
-        """Return what each host owns of a parameter, by rank."""
-        return self._ownership.pieces(tensor)
-
-    @property
-    def divided(self) -> Iterable[Tensor]:
-        """The parameters that have owners."""
-        return self._ownership.tensors
-
-    def is_divided(self, tensor: Tensor) -> bool:
-        return tensor in self._ownership
 
     def to_first(self, mine: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         """Give host 0 a tensor, one-dimensional; there, return what each host gave."""
@@ -370,7 +350,7 @@ class Exchange:
         return self.hosts.weights.begin(part.repeat(num - 1), counts, sizes)
 
     def _pieces(self, tensors: Sequence[Tensor], host: int) -> Sequence[Piece]:
-        found = (self._ownership.pieces(tensor)[host] for tensor in tensors)
+        found = (self.ownership.pieces(tensor)[host] for tensor in tensors)
         return [piece for piece in found if piece is not None]
 
     def _chunks(self, sizes: Sequence[int], dtype: torch.dtype) -> Iterable[Elements]:

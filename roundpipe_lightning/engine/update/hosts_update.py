@@ -177,6 +177,7 @@ class HostsUpdate:
 
     def __init__(self, exchange: Exchange, store: HostStore) -> None:
         self._exchange, self._store = exchange, store
+        self._ownership = exchange.ownership
         self._whole: dict[Optimizer, bool] = {}
         self._num_steps = 0
 
@@ -212,20 +213,6 @@ class HostsUpdate:
             ConfigurationError: The hosts' steps differ.
             HostError: Another host is lost.
         """
-        try:
-            self._step(joint, num_early=num_early, run=run, ended=ended)
-        except BaseException as error:
-            joint.fail(error)
-            raise
-
-    def _step(
-        self,
-        joint: JointStep,
-        *,
-        num_early: int,
-        run: Callable[[int, Sequence[Tensor]], None],
-        ended: Callable[[int, Mapping[Tensor, slice]], None],
-    ) -> None:
         exchange, step = self._exchange, joint.step
         self._divide(step.optimizer, joint.members)
         self._num_steps += 1
@@ -263,7 +250,7 @@ class HostsUpdate:
         self, joint: JointStep, sums: Sums, run: Callable[[Sequence[Tensor]], None]
     ) -> Mapping[Tensor, Tensor]:
         """Step what this host owns of a unit; return what all hosts need of it, by parameter."""
-        owned = {p: self._exchange.owned(p) for p in sums.present}
+        owned = {p: self._owned(p) for p in sums.present}
         pieces = {p: piece for p, piece in owned.items() if piece is not None}
         joint.step.give({p: _shaped(sums.owned[p], piece) for p, piece in pieces.items()})
         joint.step.values_of = partial(_values_of, pieces)
@@ -278,8 +265,13 @@ class HostsUpdate:
                     piece.of(needed[parameter]).copy_(piece.of(parameter))
         return needed
 
+    def _owned(self, parameter: Tensor) -> Piece | None:
+        """Return what this host owns of a parameter, if anything."""
+        pieces = self._ownership.pieces(parameter)
+        return pieces[self._exchange.hosts.rank] if pieces else None
+
     def _copied(self, new: Mapping[Tensor, Tensor]) -> Mapping[Tensor, slice]:
-        pieces = {p: self._exchange.owned(p) for p, values in new.items() if values is not p}
+        pieces = {p: self._owned(p) for p, values in new.items() if values is not p}
         return {p: each.elements if each else slice(0, 0) for p, each in pieces.items()}
 
     def make_whole(self, units: Mapping[str, Sequence[Tensor]]) -> None:
@@ -336,14 +328,14 @@ class HostsUpdate:
 
     def _divide(self, optimizer: Optimizer, members: Sequence[Sequence[Tensor]]) -> None:
         """Give parameters owners, and leave of their state what this host owns."""
-        new = [p for some in members for p in some if not self._exchange.is_divided(p)]
+        new = [p for some in members for p in some if p not in self._ownership]
         if not new:
             return
         whole = any(self._exchange.agree(self._whole[optimizer]))
         for some in members:
-            self._exchange.divide(some, whole=whole)
+            self._ownership.divide(some, whole=whole)
         for parameter in new:
-            state, piece = optimizer.state.pop(parameter, None), self._exchange.owned(parameter)
+            state, piece = optimizer.state.pop(parameter, None), self._owned(parameter)
             if state and piece is not None:
                 optimizer.state[parameter] = {
                     key: _shaped(piece.of(value).clone(), piece)
@@ -376,8 +368,8 @@ class HostsUpdate:
     def owned_values(self) -> list[OwnedPart]:
         """Return what this host owns of all parameters that are divided."""
         found = []
-        for parameter in self._exchange.divided:
-            piece = self._exchange.owned(parameter) or Piece(parameter, 0, 0)
+        for parameter in self._ownership:
+            piece = self._owned(parameter) or Piece(parameter, 0, 0)
             found.append(OwnedPart(parameter, piece.of(parameter), piece.start))
         return found
 
@@ -406,7 +398,7 @@ class HostsUpdate:
         whole, parts = copy.copy(optimizer.state), list[LatePart]()
         whole.clear()
         for parameter, *of_hosts in zip(tensors, *self._exchange.agree(here), strict=True):
-            if not self._exchange.is_divided(parameter):
+            if parameter not in self._ownership:
                 of_hosts[1:] = [{}] * (len(of_hosts) - 1)
             state: dict[str, Any] = {}
             for key in next(filter(None, of_hosts), {}):
@@ -448,7 +440,7 @@ class HostsUpdate:
         """Bring parameters to host 0, one at a time."""
         rank = self._exchange.hosts.rank
         for parameter in parameters:
-            pieces = [None, *self._exchange.pieces(parameter)[1:]]
+            pieces = [None, *self._ownership.pieces(parameter)[1:]]
             values = parameter.detach()
             places = [p.of(values) if p else values.view(-1)[:0] for p in pieces]
             sizes = [len(place) if rank == 0 else 0 for place in places]

@@ -629,7 +629,11 @@ class Updater:
             self._store.received(units[number].parameters, copies=copied)
             self._end_part(units[number])
 
-        hosts.step(joint, num_early=num_early, run=run, ended=ended)
+        try:
+            hosts.step(joint, num_early=num_early, run=run, ended=ended)
+        except BaseException as error:
+            joint.fail(error)
+            raise
 
     def _update_part(self, whole: UpdateUnit, unit: UpdateUnit, step: CapturedStep) -> None:
         self._run_part(unit, step)

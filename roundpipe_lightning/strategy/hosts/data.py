@@ -28,7 +28,6 @@ from roundpipe_lightning.models.batches import batch_size_of
 from roundpipe_lightning.planning.cost.predict import split_samples
 from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.strategy.logging import LogCall
-from roundpipe_lightning.strategy.microbatching import MicrobatchedBatch
 from roundpipe_lightning.strategy.options import Options
 
 _ALIKE = 1.1
@@ -279,17 +278,21 @@ def divided(loader: Any, hosts: Hosts, shares: BatchShares, *, trains: bool) -> 
     return mine
 
 
+def num_rows_of(parts: Sequence[Any]) -> int | None:
+    """Return the samples of parts of a batch; None where nothing shows them."""
+    try:
+        return sum(map(batch_size_of, parts))
+    except BatchError:
+        return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostPart:
-    """What a host tells the others of its part of a batch.
+    """What a host tells the others of its part of a batch; lists are by microbatch.
 
     Attributes:
-        batch_number: Of the batch.
         averages_over: As `MicrobatchedBatch.averages_over`.
         num_rows: Samples; None where nothing shows them.
-        shares: Of the microbatches in the part.
-        losses: Theirs.
-        logged: Their calls of `self.log`.
         is_asked: Whether a signal asked the host to stop.
     """
 
@@ -300,31 +303,6 @@ class HostPart:
     losses: Sequence[Tensor | None]
     logged: Sequence[Sequence[LogCall]]
     is_asked: bool
-
-    @classmethod
-    def of(
-        cls,
-        cut: MicrobatchedBatch,
-        losses: Sequence[Tensor | None],
-        logged: Sequence[Sequence[LogCall]],
-        *,
-        batch_number: int,
-        is_asked: bool,
-    ) -> HostPart:
-        """Describe a part whose steps have returned."""
-        try:
-            num_rows: int | None = sum(map(batch_size_of, cut.parts))
-        except BatchError:
-            num_rows = None
-        return cls(
-            batch_number=batch_number,
-            averages_over=cut.averages_over(),
-            num_rows=num_rows,
-            shares=cut.shares,
-            losses=losses,
-            logged=logged,
-            is_asked=is_asked,
-        )
 
 
 class GlobalBatch:
