@@ -572,12 +572,12 @@ def meet(rank: int, folder: Path, how: str) -> None:
     gets_to = {"connects": (torch.distributed, "init_process_group")}
     where, name = gets_to.get(how, (time, "sleep"))
     kill = mock.Mock(side_effect=lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-    patience = 1.0 if how == "comes" else 5.0
+    patience = 2.0 if how == "comes" else 5.0
     with (
         mock.patch("roundpipe_lightning.engine.exchange.hosts.PATIENCE_SECONDS", patience),
         mock.patch.object(where, name, kill) if rank == 2 else contextlib.nullcontext(),
     ):
-        seconds = 1.0 if how == "waits" else 60.0
+        seconds = 2.0 if how == "waits" else 60.0
         strategy = RoundPipeStrategy(timeout_seconds=seconds)
         trainer = make_trainer(folder, strategy=strategy, num_nodes=3)
         trainer.fit(Regressor(num_blocks=2), regression_data(12, batch_size=4))
@@ -587,7 +587,7 @@ def meet(rank: int, folder: Path, how: str) -> None:
     ("how", "message"),
     [
         ("waits", "Host 0 has waited .* s for hosts that have not come: 1, 2 of 3"),
-        ("comes", "lost host 2 .before all had met.: it came, and is not heard since 1 s"),
+        ("comes", "lost host 2 .before all had met.: it came, and is not heard since 2 s"),
         ("connects", "lost host 2 .before all had met.: it has ended"),
     ],
 )
