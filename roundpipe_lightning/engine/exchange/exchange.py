@@ -177,7 +177,7 @@ def _overlaps(values: Sequence[Tensor], elements: slice) -> list[tuple[Tensor, s
     return found
 
 
-_CHUNK_BYTES = 2**21
+_CHUNK_BYTES = 2**21  # about so much is sent at once
 _ON_THE_WAY = 4
 
 T = TypeVar("T")
@@ -225,19 +225,14 @@ class Sums:
 class Exchange:
     """What hosts send each other for the steps of an optimizer. One thread calls it.
 
-    Args:
-        hosts: All hosts.
-        chunk_bytes: About how much is sent at once.
-
     Attributes:
-        hosts: As given.
+        hosts: All hosts.
         ownership: Who owns what.
     """
 
-    def __init__(self, hosts: Hosts, *, chunk_bytes: int = _CHUNK_BYTES) -> None:
+    def __init__(self, hosts: Hosts) -> None:
         keep_pieces_apart(2 * _CHUNK_BYTES)  # else sums and moments leave holes behind
         self.hosts = hosts
-        self._chunk_bytes = chunk_bytes
         self.ownership = Ownership(hosts.parts)
         self._gradients = Traffic(hosts, hosts.gradients, "gradients")
         self._weights = Traffic(hosts, hosts.weights, "values")
@@ -355,7 +350,7 @@ class Exchange:
 
     def _chunks(self, sizes: Sequence[int], dtype: torch.dtype) -> Iterable[Elements]:
         """Yield a range of each host's elements, of about equal bytes together."""
-        most = max(1, self._chunk_bytes // (dtype.itemsize * self.hosts.num))
+        most = max(1, _CHUNK_BYTES // (dtype.itemsize * self.hosts.num))
         num = -(-max(sizes) // most)
         for chunk in range(num):
             yield [part_of(size, chunk, num) for size in sizes]
