@@ -12,6 +12,7 @@ from roundpipe_commands import name_machines
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.planning.model.hardware import config_folder
+from roundpipe_lightning.planning.search.partition import Effort
 from tests.kit.runs import summary
 
 FOLDER = config_folder() / "recipe"
@@ -85,9 +86,13 @@ def planned(folder: Path, recipe: str, *machines: str, changes: tuple[str, ...] 
         assert answer.fits == (recipe not in TOO_SMALL.get(machine, ())), machine
 
 
-def test_a_recipe_is_planned_without_whole_logits(tmp_path: Path) -> None:
+def test_a_recipe_is_planned_without_whole_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of 8 judged answers and their reference would take 46 GiB of a device."""
-    few = ("model.architecture.num_hidden_layers=4",)
+    defaults: Any = Effort.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "num_generations", 2)
+    few = ("model.architecture.num_hidden_layers=2",)
     planned(tmp_path, "qwen3_0_6b/kto", "rtx4090x4", changes=few)
 
 

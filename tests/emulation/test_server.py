@@ -25,10 +25,7 @@ from tests.kit.engine import (
     check_parity,
     emulated_workers,
     engine_for,
-    engine_of,
-    layers_of,
     mean_step,
-    plan_of,
     regression_batches,
 )
 
@@ -490,13 +487,11 @@ def test_what_is_brought_from_the_host_may_change_there_at_once(
 
 
 def test_a_timeline_knows_that_actions_wait_for_their_weights() -> None:
-    module = Regressor(4)
-    stack, batches = layers_of(module), regression_batches(2)
-    plan = plan_of(stack, num_workers=2, num_microbatches=2)
+    module, batches = Regressor(4), regression_batches(2)
     slow = EmulatedTiming(upload_bytes_per_second=20_000, download_bytes_per_second=1e9)
     with (
         EmulatedServer(2, timing=slow) as server,
-        engine_of(module, stack, plan, devices=server.devices) as engine,
+        engine_for(module, num_microbatches=2, devices=server.devices) as engine,
     ):
         result = mean_step(engine, batches)
     waited = sum(w.weights_wait_seconds + w.boundaries_wait_seconds for w in result.traffic)

@@ -13,11 +13,9 @@ from tests.kit.architectures import CausalLM, decoder_stack, tiny_causal_lm, tok
 from tests.kit.engine import (
     differences,
     emulated_workers,
-    engine_of,
-    layers_of,
+    engine_for,
     mean_step,
     plain_step,
-    plan_of,
 )
 
 
@@ -172,8 +170,7 @@ STEPS = 3
 def compiled_steps(module: CausalLM, compiler: BlockCompiler, **options: Any) -> Any:
     """Return the last of some steps, which all see the same weights."""
     stack, batches = decoder_stack(module), token_batches(4)
-    plan = plan_of(stack, num_microbatches=4, num_workers=2)
-    with engine_of(module, stack, plan, compiler=compiler, **options) as engine:
+    with engine_for(module, stack, num_microbatches=4, compiler=compiler, **options) as engine:
         results = [mean_step(engine, batches) for _ in range(STEPS)]
     return results[-1]
 
@@ -190,8 +187,8 @@ def test_all_blocks_and_workers_share_code_and_agree_with_plain_pytorch() -> Non
 def test_the_first_step_compiles_nothing() -> None:
     module, backend = tiny_causal_lm("qwen3", tied=False), Backend()
     stack, batches = decoder_stack(module), token_batches(2)
-    plan = plan_of(stack, num_microbatches=2, num_workers=1)
-    with engine_of(module, stack, plan, compiler=BlockCompiler(backend)) as engine:
+    given = {"num_microbatches": 2, "num_workers": 1}
+    with engine_for(module, stack, compiler=BlockCompiler(backend), **given) as engine:
         first = mean_step(engine, batches)
         assert backend.count == 0
     assert not differences(module, first, plain_step(module, batches))
@@ -240,10 +237,8 @@ class Penalised(nn.Module):
 
 def test_blocks_that_the_loss_looks_into_or_that_assign_buffers_run_as_they_are() -> None:
     module, compiler = Penalised(), BlockCompiler(Backend())
-    stack = layers_of(module)
     batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(0))]
-    plan = plan_of(stack, num_microbatches=1, num_workers=1)
-    with engine_of(module, stack, plan, compiler=compiler) as engine:
+    with engine_for(module, num_microbatches=1, num_workers=1, compiler=compiler) as engine:
         results = [mean_step(engine, batches) for _ in range(2)]
     assert set(compiler.left_as_they_are) == {"layers.0", "layers.2", "layers.3"}
     assert module.layers[3].calls == 2
@@ -254,10 +249,8 @@ def test_blocks_that_the_loss_looks_into_or_that_assign_buffers_run_as_they_are(
 def test_gradients_with_dropout_are_those_of_the_forward_pass(rate: float) -> None:
     """The recompute draws the same numbers: its output has the loss's gradient."""
     torch.manual_seed(0)
-    module = Dropping(rate)
-    stack = layers_of(module)
-    plan = plan_of(stack, num_microbatches=1, num_workers=1)
-    with engine_of(module, stack, plan, compiler=BlockCompiler(Backend())) as engine:
+    module, compiler = Dropping(rate), BlockCompiler(Backend())
+    with engine_for(module, num_microbatches=1, num_workers=1, compiler=compiler) as engine:
         results = [mean_step(engine, [torch.ones(64, 1)]) for _ in range(2)]
     (scaled, *_), gradients = module.layers, results[-1].gradients
     assert isinstance(scaled, Scaled)
@@ -291,13 +284,6 @@ class Dropping(nn.Module):
 
 
 def test_compiling_for_emulated_devices_is_refused() -> None:
-    module = Penalised()
-    stack = layers_of(module)
+    devices, compiler = emulated_workers(1), BlockCompiler()
     with pytest.raises(ConfigurationError, match=r"compile=True.*emulated:0.*Leave it out"):
-        engine_of(
-            module,
-            stack,
-            plan_of(stack, num_workers=1),
-            devices=emulated_workers(1),
-            compiler=BlockCompiler(),
-        )
+        engine_for(Penalised(), devices=devices, compiler=compiler)

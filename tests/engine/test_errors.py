@@ -534,7 +534,7 @@ def test_an_engine_that_fails_to_open_gives_page_locked_memory_back(
     monkeypatch.setattr("roundpipe_lightning.engine.engine.Transfers.__init__", fail)
     with (
         pytest.raises(PlannedError),
-        engine_for(module, num_workers=2, num_microbatches=2, devices=devices),
+        engine_for(module, num_microbatches=2, devices=devices),
     ):
         pass
     assert not locked

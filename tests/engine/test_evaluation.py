@@ -30,7 +30,6 @@ from tests.kit.engine import (
     emulated_workers,
     engine_for,
     engine_of,
-    layers_of,
     mean_step,
     plain_step,
     plan_of,
@@ -65,7 +64,7 @@ def test_values_are_those_of_one_device(server: str, mode: Mode, num_workers: in
         want = _validate(module, batch)
     devices = SERVERS[server](num_workers)
     with (
-        engine_for(module, num_workers=num_workers, num_microbatches=2, devices=devices) as engine,
+        engine_for(module, num_microbatches=2, devices=devices) as engine,
         mode(),
     ):
         for _ in range(2):
@@ -93,18 +92,15 @@ class _InPlace(nn.Module):
 def test_blocks_that_write_into_their_arguments(server: str, mode: Mode) -> None:
     module = Regressor()
     module.layers = nn.ModuleList(_InPlace() for _ in range(4))
-    stack = layers_of(module.eval())
     (batch,) = regression_batches(1)
     with mode():
-        want = _validate(module, batch)["loss"]
-    plan = plan_of(stack, num_workers=2, num_microbatches=1)
-    with engine_of(module, stack, plan, devices=SERVERS[server](2)) as engine, mode():
+        want = _validate(module.eval(), batch)["loss"]
+    with engine_for(module, num_microbatches=1, devices=SERVERS[server](2)) as engine, mode():
         assert torch.equal(engine.evaluate(_validate, batch)["loss"], want)
 
 
 def test_it_runs_in_the_callers_thread_and_blocks_may_be_called_again() -> None:
     module = Regressor().eval()
-    stack = layers_of(module)
     (batch,) = regression_batches(1)
     threads = set()
 
@@ -115,11 +111,10 @@ def test_it_runs_in_the_callers_thread_and_blocks_may_be_called_again() -> None:
         first += view.layers[1](view.layers[3](view.head(batch[0]) * 2)).sum()
         return first
 
-    plan = plan_of(stack, num_workers=3, num_microbatches=1)
     with torch.no_grad():
         want = call(module, batch)
         for devices in (cpu_workers(3), emulated_workers(3)):
-            with engine_of(module, stack, plan, devices=devices) as engine:
+            with engine_for(module, num_microbatches=1, devices=devices) as engine:
                 assert torch.equal(engine.evaluate(call, batch), want)
     assert threads == {threading.current_thread()}
 
@@ -141,7 +136,7 @@ def test_gradients_in_an_evaluation(server: str) -> None:
     want = call(module, batch)
     module.zero_grad()
     with (
-        engine_for(module, num_workers=2, num_microbatches=1, devices=SERVERS[server](2)) as engine,
+        engine_for(module, num_microbatches=1, devices=SERVERS[server](2)) as engine,
         torch.no_grad(),
     ):
         assert torch.equal(engine.evaluate(call, batch), want)
@@ -166,7 +161,7 @@ def test_buffers_that_an_evaluation_writes(server: str, mode: Mode) -> None:
     ours, theirs = make(), make()
     (batch,) = regression_batches(1)
     with (
-        engine_for(ours, num_workers=2, num_microbatches=1, devices=SERVERS[server](2)) as engine,
+        engine_for(ours, num_microbatches=1, devices=SERVERS[server](2)) as engine,
         mode(),
     ):
         for _ in range(2):
@@ -181,7 +176,6 @@ def test_buffers_that_an_evaluation_writes(server: str, mode: Mode) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2"])
 def test_generation_with_a_cache_gives_the_same_tokens(server: str, mode: Mode, name: str) -> None:
     module = tiny_causal_lm(name, tied=True)
-    stack = decoder_stack(module)
     (batch,) = token_batches(1)
     ids = batch["input_ids"]
 
@@ -197,10 +191,10 @@ def test_generation_with_a_cache_gives_the_same_tokens(server: str, mode: Mode, 
 
     batches = token_batches(2)
     plain = plain_step(module, batches)
-    plan = plan_of(stack, num_workers=3, num_microbatches=2)
     with evaluating(module), mode():
         want = generate(module, ids)
-    with engine_of(module, stack, plan, devices=SERVERS[server](3)) as engine:
+    stack, devices = decoder_stack(module), SERVERS[server](3)
+    with engine_for(module, stack, num_microbatches=2, devices=devices) as engine:
         for _ in range(2):
             with evaluating(module), mode():
                 assert torch.equal(engine.evaluate(generate, ids), want)
@@ -239,14 +233,13 @@ def test_generation_with_an_encoder_and_two_caches(server: str, planned: list[in
 @servers
 def test_hidden_states_of_single_blocks(server: str) -> None:
     module = CausalLM(build_model("qwen3"))
-    stack = decoder_stack(module)
     (batch,) = token_batches(1)
 
     def call(view: Any, batch: Any) -> Any:
         return view.model(**batch, output_hidden_states=True).hidden_states[1].sum()
 
-    plan = plan_of(stack, num_workers=2, num_microbatches=1)
-    with engine_of(module, stack, plan, devices=SERVERS[server](2)) as engine, torch.no_grad():
+    stack, devices = decoder_stack(module), SERVERS[server](2)
+    with engine_for(module, stack, num_microbatches=1, devices=devices) as engine, torch.no_grad():
         assert torch.equal(engine.evaluate(call, batch), call(module, batch))
 
 

@@ -18,11 +18,8 @@ from tests.kit.engine import (
     differences,
     emulated_workers,
     engine_for,
-    engine_of,
-    layers_of,
     mean_step,
     plain_step,
-    plan_of,
     regression_batches,
 )
 from tests.kit.moments import PATIENCE_SECONDS, GivenUp, WatchClock
@@ -114,7 +111,7 @@ def test_a_thread_that_was_given_up_leaves_the_next_step_alone(
     plain = plain_step(module, batches)
     if where == "block":
         module.layers[1].register_forward_pre_hook(lambda *_: hold())
-    with engine_for(module, num_workers=2, num_microbatches=2, devices=workers(2)) as engine:
+    with engine_for(module, num_microbatches=2, devices=workers(2)) as engine:
         with pytest.raises(KeyboardInterrupt):
             mean_step(engine, batches, call=stuck)
         assert not differences(module, mean_step(engine, batches, call=waking), plain)
@@ -188,10 +185,10 @@ def test_an_error_wins_over_the_wait_for_another_thread(monkeypatch: pytest.Monk
 
 def test_memory_that_another_process_takes_between_two_steps() -> None:
     module = Regressor()
-    stack, batches = layers_of(module), regression_batches(2)
-    plan, plain = plan_of(stack, num_workers=2, num_microbatches=2), plain_step(module, batches)
+    batches = regression_batches(2)
+    plain = plain_step(module, batches)
     devices = [SmallDevice(index, num_bytes=2**20) for index in range(2)]
-    with engine_of(module, stack, plan, devices=devices) as engine:
+    with engine_for(module, num_microbatches=2, devices=devices) as engine:
         assert not differences(module, mean_step(engine, batches), plain)
         devices[1].num_bytes = devices[1].in_use  # nothing more than what it holds
         with pytest.raises(DeviceMemoryError, match=r"worker 1 \(emulated:1\)"):
@@ -250,11 +247,9 @@ class GoneDevice(EmulatedDevice):
 
 
 def test_a_device_that_disappears_is_named_whenever_it_does() -> None:
-    module = Regressor(3)
-    stack, batches = layers_of(module), regression_batches(2)
-    plan = plan_of(stack, num_workers=2, num_microbatches=2)
+    module, batches = Regressor(3), regression_batches(2)
     counting = [GoneDevice(index) for index in range(2)]
-    with engine_of(module, stack, plan, devices=counting) as engine:
+    with engine_for(module, num_microbatches=2, devices=counting) as engine:
         mean_step(engine, batches)
         before = 10**9 - counting[1].num_left
         mean_step(engine, batches)
@@ -262,7 +257,7 @@ def test_a_device_that_disappears_is_named_whenever_it_does() -> None:
     num_calls = (after - before) * 3 // 4  # how many there are depends on who waits for whom
     for number in range(1, num_calls, max(1, num_calls // 12)):
         devices = [GoneDevice(index) for index in range(2)]
-        with engine_of(module, stack, plan, devices=devices, timeout_seconds=60) as engine:
+        with engine_for(module, num_microbatches=2, devices=devices, timeout_seconds=60) as engine:
             mean_step(engine, batches)
             devices[1].num_left = number
             with pytest.raises(RuntimeError, match="the launch timed out") as error:
@@ -281,12 +276,10 @@ def test_steps_that_could_not_begin_leave_the_next_one_its_memory() -> None:
                 raise RuntimeError("the device is not there yet")
             super().start_clock()
 
-    module = Regressor(3)
-    stack, batches = layers_of(module), regression_batches(2)
-    plan = plan_of(stack, num_workers=2, num_microbatches=2)
+    module, batches = Regressor(3), regression_batches(2)
     devices = [LateDevice(index) for index in range(2)]
     plain = plain_step(module, batches)
-    with engine_of(module, stack, plan, devices=devices) as engine:
+    with engine_for(module, num_microbatches=2, devices=devices) as engine:
         mean_step(engine, batches)
         devices[1].num_refusals = 3
         for _ in range(3):

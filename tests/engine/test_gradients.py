@@ -29,6 +29,7 @@ from tests.kit.engine import (
     auto_plan,
     differences,
     emulated_workers,
+    engine_for,
     engine_of,
     engine_step,
     layers_of,
@@ -233,9 +234,8 @@ def model(*, trained: Sequence[str]) -> tuple[Regressor, Counter[int]]:
 
 
 def step(module: Regressor, **changes: Any) -> tuple[Any, list[Counting]]:
-    stack, devices = layers_of(module), [Counting(0), Counting(1)]
-    plan = plan_of(stack, num_workers=2, num_microbatches=3, **changes)
-    with engine_of(module, stack, plan, devices=devices) as engine:
+    devices = [Counting(0), Counting(1)]
+    with engine_for(module, devices=devices, **changes) as engine:
         result = mean_step(engine, regression_batches(3))
     return result, devices
 

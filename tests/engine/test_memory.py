@@ -103,9 +103,7 @@ class Watched(Regressor):
 def test_a_step_leaves_nothing(server: str) -> None:
     module = Watched()
     batches = regression_batches(3)
-    with engine_for(
-        module, num_workers=2, num_microbatches=3, devices=SERVERS[server](2)
-    ) as engine:
+    with engine_for(module, num_microbatches=3, devices=SERVERS[server](2)) as engine:
         mean_step(engine, batches)  # whatever is made once
         module.notes.clear()
         with _no_collection():
@@ -155,7 +153,7 @@ def test_an_evaluation_leaves_nothing(server: str) -> None:
     module = Watched()
     (batch,) = regression_batches(1)
     with (
-        engine_for(module, num_workers=2, num_microbatches=1, devices=SERVERS[server](2)) as engine,
+        engine_for(module, num_microbatches=1, devices=SERVERS[server](2)) as engine,
         torch.no_grad(),
     ):
         for _ in range(2):
@@ -181,9 +179,7 @@ def test_a_failed_step_leaves_nothing_once_its_error_is_gone(server: str) -> Non
             raise _PlannedError
         return loss
 
-    with engine_for(
-        module, num_workers=2, num_microbatches=3, devices=SERVERS[server](2)
-    ) as engine:
+    with engine_for(module, num_microbatches=3, devices=SERVERS[server](2)) as engine:
         mean_step(engine, batches)
         module.notes.clear()
         with _no_collection():

@@ -113,7 +113,7 @@ def test_devices_of_every_size() -> None:
     plain = plain_step(module, batches)
     devices = [SmallDevice(index, num_bytes=0) for index in range(2)]
     errors, steps = [], []
-    with engine_for(module, num_workers=2, num_microbatches=2, devices=devices) as engine:
+    with engine_for(module, num_microbatches=2, devices=devices) as engine:
         for num_bytes in range(500, 20_000, 500):
             for device in devices:
                 device.num_bytes = num_bytes

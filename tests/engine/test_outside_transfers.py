@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.emulation.race_checker import ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.tagged_tensor import raw_of, tag_of
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
@@ -30,11 +29,10 @@ from tests.kit.engine import (
     WIDTH,
     Regressor,
     differences,
-    engine_of,
-    layers_of,
+    emulated_workers,
+    engine_for,
     mean_step,
     plain_step,
-    plan_of,
     regression_batches,
 )
 
@@ -228,12 +226,8 @@ def test_gradients_of_a_round_are_one_download(
 
     monkeypatch.setattr(EmulatedServer, "move", move)
     module, batches = Regressor(3), regression_batches(6)
-    plan = plan_of(layers_of(module), num_workers=2, num_microbatches=6, round_size=round_size)
-    plain = plain_step(module, batches)
-    with (
-        EmulatedServer(2, poison=True) as server,
-        engine_of(module, layers_of(module), plan, devices=server.devices) as engine,
-    ):
+    plain, devices = plain_step(module, batches), EmulatedServer(2, poison=True).devices
+    with engine_for(module, num_microbatches=6, round_size=round_size, devices=devices) as engine:
         for _ in range(2):
             sent.clear()
             result = mean_step(engine, batches)
@@ -272,7 +266,6 @@ def test_of_an_embedding_the_rows_that_were_used_are_sent(
         mine.load_state_dict(other.state_dict())
     twin.layers.load_state_dict(module.layers.state_dict())
     batches = [torch.randint(400, (2, 5)) for _ in range(4)]
-    plan = plan_of(layers_of(module), num_workers=2, num_microbatches=4, round_size=round_size)
     each: list[dict[str, Any]] = [plain_step(twin, [batch]).gradients for batch in batches]
 
     def of_rounds(name: str) -> list[Tensor]:
@@ -286,10 +279,8 @@ def test_of_an_embedding_the_rows_that_were_used_are_sent(
         wanted = {"head.weight": [h + e for h, e in zip(tail, head, strict=True)]}
     num_rounds, whole = 4 // round_size, 400 * WIDTH * 4
     rows = 10 * round_size * (8 + 4 * WIDTH)  # their numbers, and values
-    with (
-        EmulatedServer(2, checker=ProtocolChecker(), poison=True) as server,
-        engine_of(module, layers_of(module), plan, devices=server.devices) as engine,
-    ):
+    devices = emulated_workers(2)
+    with engine_for(module, num_microbatches=4, round_size=round_size, devices=devices) as engine:
         for _ in range(2):
             sent.clear()
             found = mean_step(engine, batches).gradients
@@ -303,7 +294,6 @@ def test_of_an_embedding_the_rows_that_were_used_are_sent(
 
 def test_copies_go_on_while_gradients_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     module, batches = Regressor(3), regression_batches(2)
-    plan = plan_of(layers_of(module), num_workers=1, num_microbatches=2)
     plain, numbers, second = plain_step(module, batches), itertools.count(), threading.Event()
     submit, add_stage = TransferQueue.submit, GradientReducer.add_stage
 
@@ -319,20 +309,13 @@ def test_copies_go_on_while_gradients_are_summed(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(TransferQueue, "submit", noted)
     monkeypatch.setattr(GradientReducer, "add_stage", late)
-    with (
-        EmulatedServer(1) as server,
-        engine_of(module, layers_of(module), plan, devices=server.devices) as engine,
-    ):
+    with engine_for(module, num_microbatches=2, devices=emulated_workers(1)) as engine:
         assert not differences(module, mean_step(engine, batches), plain)
 
 
 def test_gradients_land_in_memory_that_is_used_again() -> None:
     module, batches = Regressor(3), regression_batches(4)
-    plan = plan_of(layers_of(module), num_workers=2, num_microbatches=4, round_size=4)
-    with (
-        EmulatedServer(2) as server,
-        engine_of(module, layers_of(module), plan, devices=server.devices) as engine,
-    ):
+    with engine_for(module, num_microbatches=4, devices=emulated_workers(2)) as engine:
         kept = mean_step(engine, batches).gradients
         values = {parameter: gradient.clone() for parameter, gradient in kept.items()}
         places = []

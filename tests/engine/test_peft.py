@@ -28,6 +28,7 @@ from tests.kit.engine import (
     cpu_workers,
     differences,
     emulated_workers,
+    engine_for,
     engine_of,
     layers_of,
     mean_step,
@@ -200,8 +201,7 @@ def test_lora_with_dropout_draws_what_one_worker_draws() -> None:
     found = []
     for num_workers in (1, 2):
         torch.manual_seed(8)
-        plan = plan_of(stack, num_workers=num_workers, num_microbatches=3)
-        with engine_of(module, stack, plan) as engine:
+        with engine_for(module, stack, num_workers=num_workers) as engine:
             found.append(mean_step(engine, batches).gradients)
     assert found[0]
     for parameter, gradient in found[0].items():
@@ -240,7 +240,7 @@ def test_lora_on_torchs_own_attention_is_refused() -> None:
     module = InModule()
     stack = layers_of(module.model.base_model.model)
     with (
-        engine_of(module, stack, plan_of(stack)) as engine,
+        engine_for(module, stack) as engine,
         pytest.raises(ConfigurationError, match=r"in_proj_weight.*Adapt other layers, linear"),
     ):
         mean_step(engine, regression_batches(3))
@@ -286,8 +286,7 @@ def test_the_adapters_are_on_again_after_a_step() -> None:
         wanted = reference(view, batch, wait_seconds=0.0)
         return (view.outputs(batch).logits - wanted).pow(2).mean()
 
-    stack = decoder(module)
-    with engine_of(module, stack, plan_of(stack, num_microbatches=2)) as engine:
+    with engine_for(module, decoder(module), num_microbatches=2) as engine:
         mean_step(engine, token_batches(2), call=call)
     adapter = module.model.base_model.model.model.layers[0].self_attn.q_proj
     assert not adapter.disable_adapters
@@ -299,7 +298,7 @@ def test_the_active_adapter_alone_is_trained() -> None:
     module = two_adapters()
     module.model.set_adapter("other0")
     check_model(module)
-    with engine_of(module, decoder(module), plan_of(decoder(module))) as engine:
+    with engine_for(module, decoder(module)) as engine:
         gradients = mean_step(engine, token_batches(3)).gradients
     names = {name for name, p in module.named_parameters() if p in gradients}
     assert all(".other0." in name for name in names)
@@ -341,9 +340,8 @@ def test_an_adapter_that_a_step_makes_trainable_is_refused() -> None:
         return view.outputs(batch).loss
 
     module = two_adapters()
-    stack = decoder(module)
     with (
-        engine_of(module, stack, plan_of(stack)) as engine,
+        engine_for(module, decoder(module)) as engine,
         pytest.raises(ConfigurationError, match=r"lora_A\.other0\.weight' trainable.*before it"),
     ):
         mean_step(engine, token_batches(3), call=call)

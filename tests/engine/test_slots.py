@@ -2,7 +2,6 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,11 +29,9 @@ from tests.kit.engine import (
     Regressor,
     differences,
     emulated_workers,
-    engine_of,
-    layers_of,
+    engine_for,
     mean_step,
     plain_step,
-    plan_of,
     regression_batches,
 )
 
@@ -48,10 +45,9 @@ def test_slots_and_blocks_that_stay_change_no_bit(num_slots: int, resident: Any)
     module = Regressor(BLOCKS)
     for parameter in (*module.layers[1].parameters(), *module.layers[3].parameters()):
         parameter.requires_grad_(False)
-    stack, batches = layers_of(module), regression_batches(4)
-    plan = plan_of(stack, num_workers=3, num_microbatches=4, partition=WHOLE)
-    plan = replace(plan, weight_slots=num_slots, resident=resident)
-    with engine_of(module, stack, plan, devices=emulated_workers(3)) as engine:
+    batches = regression_batches(4)
+    held: dict[str, Any] = {"weight_slots": num_slots, "resident": resident, "partition": WHOLE}
+    with engine_for(module, num_microbatches=4, devices=emulated_workers(3), **held) as engine:
         for _ in range(3):
             plain = plain_step(module, batches)
             result = mean_step(engine, batches)
@@ -73,19 +69,13 @@ def test_a_frozen_block_that_stays_is_uploaded_once_and_again_when_it_was_writte
     module.layers.requires_grad_(False)
     layers: list[Any] = list(module.layers)
     layers[1].norm.requires_grad_(True)
-    stack, batches = layers_of(module), regression_batches(2)
-    plan = plan_of(
-        stack,
-        num_workers=1,
-        num_microbatches=2,
-        partition=Partition.parse("forward 1 | backward 1 1"),
-    )
-    plan = replace(plan, resident=((0, 1),))
+    batches = regression_batches(2)
+    held: Any = {"partition": Partition.parse("forward 1 | backward 1 1"), "resident": ((0, 1),)}
     frozen, trained = (
         sum(p.nbytes for p in module.layers.parameters() if p.requires_grad == wanted)
         for wanted in (False, True)
     )
-    with engine_of(module, stack, plan, devices=emulated_workers(1)) as engine:
+    with engine_for(module, num_microbatches=2, devices=emulated_workers(1), **held) as engine:
         first, second = (mean_step(engine, batches).traffic[0].uploaded_bytes for _ in range(2))
         with torch.no_grad():
             layers[0].inner.weight.add_(1)
@@ -97,12 +87,10 @@ def test_a_frozen_block_that_stays_is_uploaded_once_and_again_when_it_was_writte
 
 def test_one_worker_that_holds_everything_moves_updates_and_gradients_alone() -> None:
     module = Regressor(4)
-    stack, batches = layers_of(module), regression_batches(3)
-    plan = plan_of(stack, num_workers=1, num_microbatches=3)
-    plan = replace(plan, resident=((0, 1, 2, 3),))
+    batches = regression_batches(3)
     blocks = sum(p.nbytes for p in module.layers.parameters())
     padded = 1.1 * blocks  # every tensor begins at a cache line
-    with engine_of(module, stack, plan, devices=emulated_workers(1)) as engine:
+    with engine_for(module, resident=((0, 1, 2, 3),), devices=emulated_workers(1)) as engine:
         for _ in range(2):
             [traffic] = mean_step(engine, batches).traffic
             up = traffic.uploaded_bytes - _outside_bytes(module)
@@ -126,11 +114,9 @@ def _is_ours(thread: threading.Thread) -> bool:
 
 def test_tensors_threads_and_bytes_do_not_grow() -> None:
     module = Regressor(3)
-    stack, batches = layers_of(module), regression_batches(2)
-    plan = plan_of(stack, num_workers=2, num_microbatches=2)
-    seen, tensors = set(), []
+    batches, seen, tensors = regression_batches(2), set(), []
     devices = [MemoryDevice(index) for index in range(2)]
-    with engine_of(module, stack, plan, devices=devices) as engine:
+    with engine_for(module, num_microbatches=2, devices=devices) as engine:
         for number in range(41):
             mean_step(engine, batches)
             if number % 15 == 10:
@@ -236,10 +222,9 @@ class FailingDevice(EmulatedDevice):
 @pytest.mark.parametrize("number", [1, 5, 9])
 def test_a_failing_copy_ends_the_step_and_names_the_device(number: int) -> None:
     module = Regressor(3)
-    stack, batches = layers_of(module), regression_batches(3)
-    devices = [FailingDevice(index) for index in range(2)]
-    plan, plain = plan_of(stack), plain_step(module, batches)
-    with engine_of(module, stack, plan, devices=devices, timeout_seconds=60) as engine:
+    batches, devices = regression_batches(3), [FailingDevice(index) for index in range(2)]
+    plain = plain_step(module, batches)
+    with engine_for(module, devices=devices, timeout_seconds=60) as engine:
         devices[1].num_left = number
         with pytest.raises(RuntimeError, match="fell off the bus") as error:
             mean_step(engine, batches)
@@ -254,9 +239,8 @@ class _PlannedError(Exception):
 
 def test_an_error_in_user_code_gives_up_copies_in_flight() -> None:
     module = Regressor(4)
-    stack, batches = layers_of(module), regression_batches(4)
-    plan = plan_of(stack, num_workers=2, num_microbatches=4)
-    plan, plain = replace(plan, resident=((0,), (1, 2))), plain_step(module, batches)
+    batches = regression_batches(4)
+    plain, given = plain_step(module, batches), {"num_microbatches": 4, "resident": ((0,), (1, 2))}
 
     def fail(view: Any, batch: Any, index: int) -> Any:
         loss = view.training_step(batch, 0)
@@ -264,7 +248,7 @@ def test_an_error_in_user_code_gives_up_copies_in_flight() -> None:
             raise _PlannedError
         return loss
 
-    with engine_of(module, stack, plan, devices=emulated_workers(2)) as engine:
+    with engine_for(module, devices=emulated_workers(2), **given) as engine:
         for _ in range(3):
             with pytest.raises(_PlannedError):
                 mean_step(engine, batches, call=fail)
@@ -284,10 +268,9 @@ def test_parameters_of_several_uses_are_summed_in_one_order() -> None:
 
     module = Tied()
     assert isinstance(module.layers[0], Block)
-    stack, batches = layers_of(module), regression_batches(3)
+    batches = regression_batches(3)
     plain = plain_step(module, batches)
-    plan = plan_of(stack, num_workers=3, num_microbatches=3, round_size=1)
-    with engine_of(module, stack, plan, devices=emulated_workers(3)) as engine:
+    with engine_for(module, round_size=1, devices=emulated_workers(3)) as engine:
         for _ in range(3):
             assert not differences(module, mean_step(engine, batches), plain)
 

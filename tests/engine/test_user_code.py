@@ -28,7 +28,6 @@ from tests.kit.engine import (
     differences,
     emulated_workers,
     engine_for,
-    engine_of,
     engine_step,
     layers_of,
     mean_step,
@@ -110,21 +109,15 @@ def test_a_parameter_of_somebody_else_is_refused_by_name(kind: str) -> None:
     owner: list[nn.Parameter] = []
     module = Regressor(make_block=lambda: BorrowingBlock(owner))
     owner.append(module.tail.bias)
-    stack = layers_of(module)
     with pytest.raises(CaptureError, match=r"'tail\.bias'.*not registered in it"):
-        engine_step(
-            module, stack, plan_of(stack), regression_batches(3), devices=devices_of(kind, 2)
-        )
+        check_parity(module, devices=devices_of(kind, 2))
 
 
 @pytest.mark.parametrize("kind", ["cpu", "emulated"])
 def test_microbatches_that_write_into_buffers_are_refused(kind: str) -> None:
     module = Regressor(make_block=NormedBlock)
-    stack = layers_of(module)
     with pytest.raises(ConfigurationError, match=r"into buffers.*Set microbatching='blocks'"):
-        engine_step(
-            module, stack, plan_of(stack), regression_batches(3), devices=devices_of(kind, 2)
-        )
+        check_parity(module, devices=devices_of(kind, 2))
 
 
 def test_a_stack_that_is_not_run_is_mentioned_once() -> None:
@@ -185,9 +178,7 @@ def test_a_mode_sees_the_functions_of_the_blocks_and_few_of_the_engine() -> None
         modes.append(Counts())
         return modes[-1]
 
-    with engine_for(
-        module, num_workers=2, num_microbatches=2, devices=emulated_workers(2)
-    ) as engine:
+    with engine_for(module, num_microbatches=2, devices=emulated_workers(2)) as engine:
         engine.begin_step(
             batches, training_step, loss_scales=[0.5, 0.5], thread_context=context
         ).result()
@@ -222,9 +213,8 @@ class Linears:
 @pytest.mark.parametrize("server", SERVERS)
 def test_asked_in_training_outside_the_blocks_only(server: str) -> None:
     module = Regressor(num_blocks=3)
-    stack, outside = layers_of(module), Linears()
-    plan, devices = plan_of(stack, num_microbatches=2), SERVERS[server](2)
-    with engine_of(module, stack, plan, devices=devices) as engine:
+    outside, devices = Linears(), SERVERS[server](2)
+    with engine_for(module, num_microbatches=2, devices=devices) as engine:
         result = engine.begin_step(
             regression_batches(2), training_step, loss_scales=[0.5, 0.5], outside=outside
         ).result()
@@ -265,8 +255,7 @@ def test_a_cache_that_nobody_reads_is_not_kept(name: str) -> None:
     for make_workers, tolerance in ((cpu_workers, 0.0), (emulated_workers, 1e-6)):
         kept.clear()
         caches.clear()
-        plan = plan_of(stack, num_workers=2, num_microbatches=2)
-        with engine_of(module, stack, plan, devices=make_workers(2)) as engine:
+        with engine_for(module, stack, num_microbatches=2, devices=make_workers(2)) as engine:
             result = mean_step(engine, batches, call=call)
             assert not differences(module, result, plain, tolerance=tolerance)
             assert kept == [[LazyTensor] * len(stack.blocks)] * 2, "names of tensors, not tensors"

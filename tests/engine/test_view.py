@@ -17,11 +17,8 @@ from tests.kit.engine import (
     Regressor,
     differences,
     engine_for,
-    engine_of,
-    layers_of,
     mean_step,
     plain_step,
-    plan_of,
     regression_batches,
 )
 
@@ -476,10 +473,9 @@ def parametrized_step(view: Any, batch: Any, index: int) -> Any:
 def test_a_view_that_has_another_class_while_its_microbatch_waits_for_a_turn() -> None:
     """On one worker the other microbatches take their turns before, and do the same."""
     module = Regressor()
-    batches, stack = regression_batches(3), layers_of(module)
+    batches = regression_batches(3)
     plain = plain_step(module, batches, call=parametrized_step)
-    plan = plan_of(stack, num_workers=1, num_microbatches=3)
-    with engine_of(module, stack, plan, timeout_seconds=5) as engine:
+    with engine_for(module, num_workers=1, timeout_seconds=60) as engine:
         assert not differences(module, mean_step(engine, batches, call=parametrized_step), plain)
 
 
@@ -490,11 +486,10 @@ def test_a_view_that_never_gets_its_own_class_back_holds_up_no_other() -> None:
         parametrize.register_parametrization(view.head, "weight", Doubled())
         raise ZeroDivisionError
 
-    batches, stack = regression_batches(3), layers_of(module)
+    batches = regression_batches(3)
     plain = plain_step(module, batches, call=parametrized_step)
     whole = Partition(forward=(), backward=(len(module.layers),))  # a turn for each microbatch
-    plan = plan_of(stack, num_workers=1, num_microbatches=3, partition=whole)
-    with engine_of(module, stack, plan, timeout_seconds=5) as engine:
+    with engine_for(module, num_workers=1, partition=whole, timeout_seconds=60) as engine:
         with pytest.raises(ZeroDivisionError):
             mean_step(engine, batches, call=fail)
         assert not differences(module, mean_step(engine, batches, call=parametrized_step), plain)

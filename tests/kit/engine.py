@@ -113,6 +113,7 @@ def plan_of(
     round_size: int | None = None,
     team_size: int = 1,
     partition: Partition | None = None,
+    **held: Any,
 ) -> Plan:
     names = () if stack is None else stack.names
     if partition is None:
@@ -133,6 +134,7 @@ def plan_of(
             team_size=team_size,
         ),
         block_names=names,
+        **held,
     )
 
 
@@ -226,9 +228,29 @@ def engine_of(
     )
 
 
-def engine_for(module: Any, *, devices: Sequence[Device] | None = None, **plan: Any) -> Engine:
-    stack = layers_of(module)
-    return engine_of(module, stack, plan_of(stack, **plan), devices=devices)
+def engine_for(
+    module: Any,
+    stack: BlockStack | None = None,
+    *,
+    devices: Sequence[Device] | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    compiler: BlockCompiler | None = None,
+    **plan: Any,
+) -> Engine:
+    """Return an engine for a stack, by default the module's `layers`, and a plan as of `plan_of`.
+
+    Given devices have a worker each.
+    """
+    stack = layers_of(module) if stack is None else stack
+    workers = {} if devices is None else {"num_workers": len(devices)}
+    return engine_of(
+        module,
+        stack,
+        plan_of(stack, **{**workers, **plan}),
+        devices=devices,
+        timeout_seconds=timeout_seconds,
+        compiler=compiler,
+    )
 
 
 def mean_step(
