@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -110,8 +110,8 @@ class Part:
         names: dict[Any, str] = {}
 
         def reference(path: tuple[Any, ...], value: Any) -> Any:
-            if type(value) not in (Tensor, nn.Parameter) or not _is_plain(value):
-                return value
+            if type(value) is not Tensor or value.requires_grad or not _is_plain(value):
+                return value  # stays as it is, in the structure
             part = parts.get(_key(value))
             if part is None and value.untyped_storage().nbytes() < _LEAST_BYTES:
                 return value
@@ -122,7 +122,7 @@ class Part:
                 while name in self._paths:  # {"a.b": ...} beside {"a": {"b": ...}}
                     name += "_"
                 names[key], self._paths[name] = name, keys
-                self._add(name, value.detach(), part)
+                self._add(name, value, part)
             return {_REFERENCE: names[key]}
 
         structure, content = tree_map_with_path(reference, dict(checkpoint)), BytesIO()

@@ -187,8 +187,8 @@ def test_all_blocks_and_workers_share_code_and_agree_with_plain_pytorch() -> Non
 def test_the_first_step_compiles_nothing() -> None:
     module, backend = tiny_causal_lm("qwen3", tied=False), Backend()
     stack, batches = decoder_stack(module), token_batches(2)
-    given = {"num_microbatches": 2, "num_workers": 1}
-    with engine_for(module, stack, compiler=BlockCompiler(backend), **given) as engine:
+    compiler = BlockCompiler(backend)
+    with engine_for(module, stack, num_microbatches=2, num_workers=1, compiler=compiler) as engine:
         first = mean_step(engine, batches)
         assert backend.count == 0
     assert not differences(module, first, plain_step(module, batches))

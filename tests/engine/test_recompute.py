@@ -111,7 +111,7 @@ def test_a_buffer_that_appears_in_the_first_forward_is_no_write(kind: str) -> No
     devices = cpu_workers(2) if kind == "cpu" else emulated_workers(2)
     batches = regression_batches(4)
     plain = plain_step(copy.deepcopy(module), batches)
-    plan = {"num_microbatches": 4, "round_size": 2, "team_size": 2}
+    plan: Any = {"num_microbatches": 4, "round_size": 2, "team_size": 2}
     with engine_for(module, devices=devices, **plan) as engine:
         for _ in range(2):
             assert not differences(module, mean_step(engine, batches), plain)

@@ -240,7 +240,7 @@ class _PlannedError(Exception):
 def test_an_error_in_user_code_gives_up_copies_in_flight() -> None:
     module = Regressor(4)
     batches = regression_batches(4)
-    plain, given = plain_step(module, batches), {"num_microbatches": 4, "resident": ((0,), (1, 2))}
+    plain, stay = plain_step(module, batches), ((0,), (1, 2))
 
     def fail(view: Any, batch: Any, index: int) -> Any:
         loss = view.training_step(batch, 0)
@@ -248,7 +248,8 @@ def test_an_error_in_user_code_gives_up_copies_in_flight() -> None:
             raise _PlannedError
         return loss
 
-    with engine_for(module, devices=emulated_workers(2), **given) as engine:
+    devices = emulated_workers(2)
+    with engine_for(module, num_microbatches=4, resident=stay, devices=devices) as engine:
         for _ in range(3):
             with pytest.raises(_PlannedError):
                 mean_step(engine, batches, call=fail)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from roundpipe_commands import merge as main
@@ -31,6 +32,7 @@ def _checkpoint(value: float = 1.0) -> dict[str, Any]:
         "structure": torch.full((300,), value),
         "state_dict.head": {"0": torch.full((300,), 2 * value), 0: torch.full((300,), 3 * value)},
         "optimizer_states": [{"state": {0: {"moment": torch.ones(1000), "step": torch.ones(())}}}],
+        "averages": [nn.Parameter(torch.full((300,), value))],
         "epoch": 3,
     }
 
@@ -51,6 +53,7 @@ def test_what_is_read_is_what_was_saved(tmp_path: Path, weights_only: bool) -> N
     state = loaded["state_dict"]
     assert state["embedding"].data_ptr() == state["head"].data_ptr()
     assert all(value.data_ptr() % 64 == 0 for value in state.values())
+    assert isinstance(loaded["averages"][0], nn.Parameter)
     RoundPipeCheckpointIO().remove_checkpoint(path)
     assert not list(tmp_path.iterdir())
 
