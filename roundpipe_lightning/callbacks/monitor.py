@@ -135,13 +135,15 @@ class PipelineMonitor(Listening):
         self._before = Window()  # what was in earlier windows
         self._logged: list[str] = []  # Lightning's names of the figures that it holds
         self._have_reached_loggers = False
+        self._batch_began = 0.0
         self._batch_ended: float | None = None  # None: before the first one
         self._paused_seconds = 0.0
         self._paused_since: float | None = None
         self._optimizer_began: float | None = None
         self._record: StepRecord | None = None  # the last one
         self._arrived = _NOTHING  # that of the present batch, and the one before it
-        self._in_flight: deque[MeasuredBatch | None] = deque()  # batches whose records are to come
+        # batches whose records are to come: when each began, and when the one before it ended
+        self._in_flight: deque[tuple[MeasuredBatch | None, float, float | None]] = deque()
         self._plans: list[Plan] = []
         self._steps_seen = 0
         self._steps_left = 0
@@ -170,6 +172,7 @@ class PipelineMonitor(Listening):
         if self._have_reached_loggers:
             self._withdraw(trainer)
         self._optimizer_began = None
+        self._batch_began = time.perf_counter()
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         if self._optimizer_began is None:
@@ -192,11 +195,11 @@ class PipelineMonitor(Listening):
         *_: Any,
     ) -> None:
         now = time.perf_counter()
-        measured = self._measure(batch, now)
+        measured, before = self._measure(batch, now), self._batch_ended
         self._batch_ended = now
         strategy = trainer.strategy
         if isinstance(strategy, RoundPipeStrategy) and strategy.is_in_flight:
-            self._in_flight.append(measured)
+            self._in_flight.append((measured, self._batch_began, before))
         elif measured is not None:
             self._window.add(measured)
         if trainer.global_step != self._steps_seen:
@@ -233,10 +236,19 @@ class PipelineMonitor(Listening):
         if not self._in_flight:
             self._arrived = (record, before)
             return
-        measured = self._in_flight.popleft()
+        measured, began, last_end = self._in_flight.popleft()
+        returned = self._batch_ended or began
+        # The Trainer went on before it ended. The devices' clock, which begins with a step or goes
+        # on from the step before, says when; the Trainer's thread may hear of it much later.
+        ended = began + record.end_seconds
+        if before is not None and last_end is not None and record.clock_seconds is not None:
+            ended = last_end + record.end_seconds - before.end_seconds
+        self._batch_ended = min(max(ended, returned), time.perf_counter())
         if measured is not None:
             # The optimizer was not waited for: the batch was in flight.
-            self._window.add(replace(measured, record=record, before=before, optimizer_seconds=0.0))
+            wall = measured.wall_seconds + self._batch_ended - returned
+            found = replace(measured, wall_seconds=wall, record=record, before=before)
+            self._window.add(replace(found, optimizer_seconds=0.0))
 
     def _measure(self, batch: Any, now: float) -> MeasuredBatch | None:
         """Return the batch that has ended; None for the first one."""

@@ -32,6 +32,7 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.resumption import MemoryLogger
 from tests.kit.training import (
+    Block,
     LanguageModel,
     PaddedSequences,
     Regressor,
@@ -345,6 +346,34 @@ def test_what_moves_and_what_is_waited_for(tmp_path: Path) -> None:
     assert waited >= 0.02, "a worker waits for its first stage at least"
     parts = [monitor.figures[f"idle_{cause.value}_share"] for cause in IdleCause]
     assert sum(parts) == pytest.approx(monitor.figures["idle_share"])
+
+
+def test_a_batch_in_flight_lasts_until_its_last_gradient(tmp_path: Path) -> None:
+    """The Trainer goes on long before that; workers cannot be busier than always."""
+
+    class Timed(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return server.work(super().forward(x), forward_seconds=0.004, backward_seconds=0.02)
+
+    module, logger = Regressor("adamw"), MemoryLogger()
+    with EmulatedServer(2, timing=EmulatedTiming()) as server:
+        module.layers = torch.nn.ModuleList(Timed() for _ in range(4))
+        strategy = EmulatedStrategy(
+            devices=server.devices, num_microbatches=4, microbatching="step", update="async"
+        )
+        trainer = make_trainer(
+            tmp_path,
+            strategy=strategy,
+            devices=2,
+            callbacks=[PipelineMonitor(every_n_steps=1)],
+            logger=logger,
+            max_epochs=1,
+        )
+        trainer.fit(module, regression_data())
+    shares = [
+        row["roundpipe/idle_share"] for _, row in logger.rows if "roundpipe/idle_share" in row
+    ]
+    assert 0 <= shares[0] < 1, shares
 
 
 # worker 0 |F0.0|F0.1|.....|  |B1.0|  |B1.1|     a step of 12 s, in a batch of 20 s

@@ -76,8 +76,7 @@ def idle_seconds(timeline: Timeline, *, partition: Partition) -> dict[IdleCause,
     """
     ended = {entry.action.key: entry.end_seconds for entry in timeline.entries}
     total = dict.fromkeys(IdleCause, 0.0)
-    begin = timeline.start_seconds
-    end = max((entry.end_seconds for entry in timeline.entries), default=begin)
+    begin, end = timeline.start_seconds, timeline.end_seconds
     for row in timeline.rows():
         fill, boundary, other = _gaps(row, partition, begin=begin, ended=ended)
         total[IdleCause.FILL] += fill if row else end - begin
@@ -119,7 +118,7 @@ def overlap(before: Timeline, after: Timeline, *, shift_seconds: float) -> Overl
         shift_seconds: Where the 0 of `after` lies in the time of `before`.
     """
     begin = after.start_seconds + shift_seconds
-    end = before.start_seconds + before.makespan_seconds
+    end = before.end_seconds
     if begin >= end:
         return Overlap(pause_seconds=begin - end)
     fill = drain = 0.0
@@ -218,6 +217,11 @@ class StepRecord:
         # Waits inside actions stand there as waits for boundaries, whatever was waited for.
         found[IdleCause.BOUNDARY] += self._unseen_wait_seconds - uploads
         return found
+
+    @property
+    def end_seconds(self) -> float:
+        """Its end on the clock of the step before, or on its own."""
+        return (self.clock_seconds or 0.0) + self.timeline.end_seconds
 
     def overlap(self, before: StepRecord | None) -> Overlap | None:
         """Return the time both this step and the one before count; None if they share no clock."""

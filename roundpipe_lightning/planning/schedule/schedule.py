@@ -338,8 +338,12 @@ class Timeline:
         return min((entry.start_seconds for entry in self.entries), default=0.0)
 
     @property
+    def end_seconds(self) -> float:
+        return max((entry.end_seconds for entry in self.entries), default=0.0)
+
+    @property
     def makespan_seconds(self) -> float:
-        return max((entry.end_seconds for entry in self.entries), default=0.0) - self.start_seconds
+        return self.end_seconds - self.start_seconds
 
     @property
     def busy_seconds(self) -> float:
