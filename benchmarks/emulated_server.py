@@ -62,9 +62,8 @@ from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfil
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
-from roundpipe_lightning.planning.search.partition import StageLimits
 from roundpipe_lightning.planning.search.planner import plan_of_one_batch, plan_training
-from roundpipe_lightning.planning.search.request import PlanningRequest
+from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
 
 BYTES_PER_BYTE = 10_000
 """Bytes of a model for each byte of the tiny one."""
@@ -172,8 +171,7 @@ def case_of(model: PublishedModel, timings: PublishedTimings, **choices: Any) ->
     )
     if request.joined:
         policies = (RecomputePolicy.FULL, RecomputePolicy.SELECTIVE)
-        limits = replace(StageLimits.none(profile.num_blocks), fused=0)
-        request = replace(request, limits=limits, recompute=policies)
+        request = replace(request, hints=PartitionHints(most_fused=0, recompute=policies))
     plan = plan_of_one_batch(plan_training(profile, hardware=hardware, request=request).plan)
     costs = stage_costs(
         profile,

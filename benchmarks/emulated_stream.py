@@ -38,6 +38,7 @@ from roundpipe_lightning.planning.cost.costs import stage_costs
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.schedule.plan import rotated, turns_of_batch
 from roundpipe_lightning.planning.schedule.schedule import Action, Schedule, Timeline
+from roundpipe_lightning.planning.search.request import PartitionHints
 
 WAYS = {"round_the_workers": True, "from_worker_0": False}
 _CHUNK_BYTES = 100_000_000
@@ -173,7 +174,8 @@ def main() -> None:
         if options.models and model.name not in options.models:
             continue
         begin = time.perf_counter()
-        case = case_of(model, timings, num_batches=options.batches, team_sizes=(options.team_size,))
+        hints = PartitionHints(team_size=options.team_size)
+        case = case_of(model, timings, num_batches=options.batches, hints=hints)
         result[model.name] = {"idle_share_of_one_batch": case.simulated.bubble_fraction}
         for way, goes_round in WAYS.items():
             expected = simulated(

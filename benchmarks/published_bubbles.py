@@ -36,11 +36,11 @@ from roundpipe_lightning.planning.cost.costs import (
 )
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardware
-from roundpipe_lightning.planning.schedule.plan import round_robin_schedule
+from roundpipe_lightning.planning.schedule.plan import PipelineConfig, schedule_of
 from roundpipe_lightning.planning.schedule.schedule import Schedule, Timeline
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.planner import PlannedTraining, plan_training
-from roundpipe_lightning.planning.search.request import PlanningRequest
+from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
 
 _LINK_BYTES_PER_SECOND = 25e9
 _HOST_BYTES_PER_SECOND = 200e9
@@ -76,12 +76,9 @@ def _replay_roundpipe(model: PublishedModel, timings: PublishedTimings) -> float
     assert model.roundpipe is not None
     forward, backward = model.roundpipe
     partition = Partition(forward=forward, backward=backward)
-    schedule = round_robin_schedule(
-        partition,
-        num_workers=timings.num_devices,
-        num_microbatches=timings.num_microbatches,
-        round_size=min(timings.num_devices, timings.num_microbatches),
-    )
+    count, workers = timings.num_microbatches, timings.num_devices
+    config = PipelineConfig(num_microbatches=count, round_size=min(workers, count))
+    schedule = schedule_of(config.with_stages(partition), num_workers=workers)
     costs = stage_costs(model.profile, partition=partition, hop_seconds=model.hop_seconds)
     return simulate(schedule, partition=partition, costs=costs).makespan_seconds
 
@@ -136,7 +133,7 @@ def plan(model: PublishedModel, timings: PublishedTimings) -> dict[str, dict[str
         num_microbatches=timings.num_microbatches, hop_seconds=model.hop_seconds
     )
     requests = {
-        "team_1": replace(request, team_sizes=(1,)),
+        "team_1": replace(request, hints=PartitionHints(team_size=1)),
         "teams": request,
         "stream": replace(request, num_batches=_NUM_BATCHES),
     }

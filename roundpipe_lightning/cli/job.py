@@ -49,7 +49,6 @@ from roundpipe_lightning.modules import ModelSource
 from roundpipe_lightning.modules.language import CausalLanguageModule
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, network_rate
 from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
-from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import SUPPORTED_PRECISIONS, RoundPipePrecision
@@ -443,17 +442,7 @@ class Job:
     def _with_given_plan(self, job: TrainingJob) -> TrainingJob:
         """The job with everything fixed that a plan fixes, where one was given."""
         plan = self.options.given_plan
-        if plan is None:
-            return job
-        hints = PartitionHints(
-            forward=plan.partition.forward,
-            backward=plan.partition.backward,
-            team_size=plan.team_size,
-            round_size=plan.round_size,
-            recompute=None if plan.recompute is RecomputePolicy.FULL else (plan.recompute,),
-            weight_slots=plan.weight_slots,
-        )
-        return replace(job, hints=hints)
+        return job if plan is None else replace(job, hints=PartitionHints.of_plan(plan))
 
     @property
     def num_bytes(self) -> float:

@@ -15,7 +15,7 @@ from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.plan import Plan, round_robin_schedule
+from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.plans import default_plan
 
@@ -126,13 +126,6 @@ def plan_of(
         num_microbatches=num_microbatches,
         round_size=size,
         team_size=team_size,
-        schedule=round_robin_schedule(
-            partition,
-            num_workers=num_workers,
-            num_microbatches=num_microbatches,
-            round_size=size,
-            team_size=team_size,
-        ),
         block_names=names,
         **held,
     )

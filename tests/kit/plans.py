@@ -8,7 +8,7 @@ from roundpipe_lightning.models.work.work_profile import Blocks, parameter_work
 from roundpipe_lightning.planning.cost.costs import Evaluator, PartitionTable, RecomputeStart
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.model.work import BlockWork, MicrobatchShape, size_model
-from roundpipe_lightning.planning.schedule.plan import Plan, round_robin_schedule, split_rounds
+from roundpipe_lightning.planning.schedule.plan import Plan, split_rounds
 from roundpipe_lightning.planning.schedule.stages import (
     Partition,
     call_lengths,
@@ -101,13 +101,6 @@ def round_robin_plan(
         num_microbatches=num_microbatches,
         round_size=round_size,
         team_size=team_size,
-        schedule=round_robin_schedule(
-            partition,
-            num_workers=num_workers,
-            num_microbatches=num_microbatches,
-            round_size=round_size,
-            team_size=team_size,
-        ),
         block_names=tuple(names if block_names is None else block_names),
     )
 

@@ -17,7 +17,7 @@ from torchmetrics.aggregation import MeanMetric
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.planning.cost.device_memory import MemoryKind
-from roundpipe_lightning.planning.schedule.plan import Plan, round_robin_schedule
+from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.fit import improved_plan
 from roundpipe_lightning.planning.search.request import PartitionHints
@@ -295,13 +295,6 @@ def other_plan(plan: Plan, partition: Partition) -> Plan:
         num_microbatches=plan.num_microbatches,
         team_size=plan.team_size,
         round_size=plan.round_size,
-        schedule=round_robin_schedule(
-            partition,
-            num_workers=plan.num_workers,
-            num_microbatches=plan.num_microbatches,
-            round_size=plan.round_size,
-            team_size=plan.team_size,
-        ),
         block_names=plan.block_names,
     )
 

@@ -8,7 +8,7 @@ from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfil
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.partition import Effort
 from roundpipe_lightning.planning.search.planner import plan_training
-from roundpipe_lightning.planning.search.request import PlanningRequest
+from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
 from tests.kit.engine import (
     WIDTH,
     Regressor,
@@ -85,7 +85,7 @@ def test_the_engine_runs_random_plans_with_unchanged_results(
         request=PlanningRequest(
             num_microbatches=num_microbatches,
             num_batches=num_batches,
-            recompute=recompute or tuple(RecomputePolicy),
+            hints=PartitionHints(recompute=recompute),
             effort=Effort(num_actions=20_000),
         ),
     )

@@ -11,12 +11,12 @@ from roundpipe_lightning.planning.cost.device_memory import Footprint
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES, HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.plan import PipelineConfig, round_robin_schedule
+from roundpipe_lightning.planning.schedule.plan import PipelineConfig, schedule_of
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.search.cases import limits_within, pipeline_configs
 from roundpipe_lightning.planning.search.partition import Effort, StageLimits, even_partitions
 from roundpipe_lightning.planning.search.planner import plan_of_one_batch, plan_training
-from roundpipe_lightning.planning.search.request import PlanningRequest
+from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
 from tests.kit.plans import keeps_cuts, keeps_limits
 from tests.kit.profiles import machine, random_profiles, uniform_profile
 
@@ -44,8 +44,9 @@ def test_random_plans_are_valid_and_keep_the_limits(
 ) -> None:
     profile = heavy(profile, parameter_bytes=weight)
     limits = StageLimits(forward=4, backward=2, fused=1)
+    hints = PartitionHints(most_forward=4, most_backward=2, most_fused=1)
     request = PlanningRequest(
-        num_microbatches=microbatches, num_batches=batches, limits=limits, effort=QUICK
+        num_microbatches=microbatches, num_batches=batches, hints=hints, effort=QUICK
     )
     planned = plan_training(profile, hardware=machine(devices), request=request)
     assert keeps_limits(planned.plan.partition, limits)
@@ -67,7 +68,10 @@ def test_large_teams_where_links_are_fast_small_ones_where_not() -> None:
 def test_a_stream_of_batches_idles_less_than_one() -> None:
     profile = uniform_profile(16)
     request = PlanningRequest(
-        num_microbatches=8, hop_seconds=0.1, team_sizes=(1,), round_sizes=(8,), effort=QUICK
+        num_microbatches=8,
+        hop_seconds=0.1,
+        hints=PartitionHints(team_size=1, round_size=8),
+        effort=QUICK,
     )
     one = plan_training(profile, hardware=machine(4), request=request)
     stream = plan_training(profile, hardware=machine(4), request=replace(request, num_batches=6))
@@ -115,7 +119,8 @@ def test_limits_follow_from_device_memory() -> None:
             profile,
             hardware=small,
             request=PlanningRequest(
-                num_microbatches=4, round_sizes=(4,), team_sizes=(1,), weight_slots=(2,)
+                num_microbatches=4,
+                hints=PartitionHints(round_size=4, team_size=1, weight_slots=2),
             ),
         )
     unknown = plan_training(
@@ -126,21 +131,23 @@ def test_limits_follow_from_device_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("hints", "message"),
     [
-        (PlanningRequest(num_microbatches=2, team_sizes=(4,)), "No team size of"),
-        (PlanningRequest(num_microbatches=2, round_sizes=(8,)), "No team size of"),
+        (PartitionHints(team_size=4), "No team size of"),
+        (PartitionHints(round_size=8), "No team size of"),
     ],
 )
 def test_a_request_that_contradicts_the_machine_is_refused(
-    request_: PlanningRequest, message: str
+    hints: PartitionHints, message: str
 ) -> None:
+    asked = PlanningRequest(num_microbatches=2, hints=hints)
     with pytest.raises(PlanError, match=message):
-        plan_training(uniform_profile(4), hardware=machine(4), request=request_)
+        plan_training(uniform_profile(4), hardware=machine(4), request=asked)
 
 
 SHORT = Effort(num_actions=20_000)
 FULL, SELECTIVE, NONE = RecomputePolicy
+SMALL_STAGES: dict[str, Any] = {"most_forward": 4, "most_fused": 1, "most_backward": 2}
 
 
 def model(num_blocks: int = 8, **sizes: Any) -> ModelProfile:
@@ -149,8 +156,13 @@ def model(num_blocks: int = 8, **sizes: Any) -> ModelProfile:
     return replace(profile, blocks=tuple(replace(block, **sizes) for block in profile.blocks))
 
 
-def request(num_microbatches: int | tuple[int, ...] = 4, **changes: Any) -> PlanningRequest:
-    return replace(PlanningRequest(num_microbatches=num_microbatches, effort=SHORT), **changes)
+def request(
+    num_microbatches: int | tuple[int, ...] = 4, changes: dict[str, Any] | None = None, **hints: Any
+) -> PlanningRequest:
+    asked = PlanningRequest(
+        num_microbatches=num_microbatches, effort=SHORT, hints=PartitionHints(**hints)
+    )
+    return replace(asked, **(changes or {}))
 
 
 def room(num_devices: int, num_bytes: int, **changes: Any) -> HardwareSpec:
@@ -177,9 +189,8 @@ def test_blocks_run_twice_where_their_activations_do_not_fit() -> None:
 def test_attention_is_kept_where_that_is_allowed_and_pays() -> None:
     profile = model(attention_seconds=0.5, attention_bytes=5)
     hardware = room(2, 100)  # eight blocks' activations and boundaries do not fit
-    limits = StageLimits(forward=4, fused=1, backward=2)
-    allowed = request(recompute=(FULL, SELECTIVE), limits=limits)
-    full = plan_training(profile, hardware=hardware, request=replace(allowed, recompute=(FULL,)))
+    allowed = request(recompute=(FULL, SELECTIVE), **SMALL_STAGES)
+    full = plan_training(profile, hardware=hardware, request=allowed.with_recompute(FULL))
     both = plan_training(profile, hardware=hardware, request=allowed)
     assert both.plan.recompute is SELECTIVE
     assert both.timeline.makespan_seconds < full.timeline.makespan_seconds
@@ -189,15 +200,14 @@ def test_attention_is_kept_where_that_is_allowed_and_pays() -> None:
 
 def test_attention_is_kept_by_default_where_it_takes_enough_of_a_step() -> None:
     hardware = room(2, 100)
-    limits = StageLimits(forward=4, fused=1, backward=2)
     for seconds, policy in ((0.5, SELECTIVE), (0.07, FULL)):
         profile = model(attention_seconds=seconds, attention_bytes=5)
-        planned = plan_training(profile, hardware=hardware, request=request(limits=limits))
+        planned = plan_training(profile, hardware=hardware, request=request(**SMALL_STAGES))
         assert planned.plan.recompute is policy
     never = plan_training(
         model(attention_seconds=0.5, attention_bytes=5),
         hardware=hardware,
-        request=request(limits=limits),
+        request=request(**SMALL_STAGES),
         admits=lambda layout: layout.recompute is not SELECTIVE,  # the host is too small
     )
     assert never.plan.recompute is FULL
@@ -207,11 +217,9 @@ def test_recompute_none_needs_the_memory() -> None:
     asked = request(recompute=(NONE,))
     with pytest.raises(FitError, match=r"recompute=none needs all 8 blocks on one device at once"):
         plan_training(model(), hardware=room(1, 45), request=asked)
-    backward = Partition(forward=(4, 4), backward=(0, 4, 4))
-    with pytest.raises(FitError, match="None of the partitions goes with recompute=none"):
-        plan_training(
-            model(), hardware=room(1, 10**6), request=replace(asked, partitions=(backward,))
-        )
+    whole = request(recompute=(FULL,), forward=(), backward=(8,))
+    with pytest.raises(FitError, match="None of the partitions goes with recompute=full"):
+        plan_training(model(), hardware=room(1, 10**6), request=whole)
 
 
 # --- slots and what stays ------------------------------------------------------------------------
@@ -224,7 +232,7 @@ def test_one_slot_where_two_do_not_fit() -> None:
     one = plan_training(profile, hardware=room(2, 115), request=request())
     assert one.plan.weight_slots == 1
     with pytest.raises(FitError, match=r"cannot hold even one block, 'layers\.\d'"):
-        plan_training(profile, hardware=room(2, 115), request=request(weight_slots=(2,)))
+        plan_training(profile, hardware=room(2, 115), request=request(weight_slots=2))
 
 
 def test_one_slot_is_taken_only_where_it_pays() -> None:
@@ -235,7 +243,7 @@ def test_one_slot_is_taken_only_where_it_pays() -> None:
         best = plan_training(profile, hardware=hardware, request=request())
         seconds = {
             n: plan_training(
-                profile, hardware=hardware, request=request(weight_slots=(n,))
+                profile, hardware=hardware, request=request(weight_slots=n)
             ).timeline.makespan_seconds
             for n in (1, 2)
         }
@@ -245,7 +253,7 @@ def test_one_slot_is_taken_only_where_it_pays() -> None:
 def test_spare_memory_keeps_weights_and_shortens_the_step() -> None:
     profile = model(parameter_bytes=100, activation_bytes=100)
     hardware = room(1, 700, link=20.0)
-    moving = plan_training(profile, hardware=hardware, request=request(at_most_resident=0))
+    moving = plan_training(profile, hardware=hardware, request=request(resident=0))
     kept = plan_training(profile, hardware=hardware, request=request())
     assert moving.plan.resident == ()
     assert any(kept.plan.resident)
@@ -257,7 +265,7 @@ def test_spare_memory_keeps_weights_and_shortens_the_step() -> None:
 def test_more_blocks_than_fit_cannot_stay() -> None:
     profile = model(parameter_bytes=100, activation_bytes=100)
     with pytest.raises(FitError, match=r"7 blocks cannot stay on a device of testx1"):
-        plan_training(profile, hardware=room(1, 700), request=request(at_least_resident=7))
+        plan_training(profile, hardware=room(1, 700), request=request(resident=7))
 
 
 # --- microbatches --------------------------------------------------------------------------------
@@ -294,7 +302,7 @@ def test_the_number_of_microbatches_is_chosen_with_the_rest() -> None:
 
 
 def test_the_plan_of_one_of_several_batches() -> None:
-    asked = request(4, num_batches=3, team_sizes=(1,))
+    asked = request(4, {"num_batches": 3}, team_size=1)
     planned = plan_training(model(), hardware=room(2, 45), request=asked)
     assert (planned.plan.num_microbatches, planned.plan.num_batches) == (12, 3)
     one = plan_of_one_batch(planned.plan)
@@ -396,7 +404,8 @@ def test_no_even_partition_is_better_with_any_team_or_round(
     recompute_start: RecomputeStart,
 ) -> None:
     hardware = room(devices, device_bytes, link=link, host=4 * link)
-    asked = request(microbatches, recompute_start=recompute_start, hop_seconds=0.1)
+    changes = {"recompute_start": recompute_start, "hop_seconds": 0.1}
+    asked = request(microbatches, changes)
     footprint = Footprint(profile, hardware=hardware)
     ways = pipeline_configs(hardware, asked, num_batches=1)
     holding = {way: limits for way in ways if (limits := limits_within(footprint, config=way))}
@@ -414,13 +423,7 @@ def test_no_even_partition_is_better_with_any_team_or_round(
             if not footprint.fits(way.with_stages(even)):
                 continue
             step = simulate(
-                round_robin_schedule(
-                    even,
-                    num_workers=devices,
-                    num_microbatches=microbatches,
-                    round_size=way.round_size,
-                    team_size=way.team_size,
-                ),
+                schedule_of(way.with_stages(even), num_workers=devices),
                 partition=even,
                 costs=stage_costs(
                     profile,

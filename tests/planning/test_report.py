@@ -11,7 +11,7 @@ from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, 
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.report.render import render_svg, render_trace
 from roundpipe_lightning.planning.report.step_record import IdleCause, StepProgress, idle_seconds
-from roundpipe_lightning.planning.schedule.plan import Plan, round_robin_schedule
+from roundpipe_lightning.planning.schedule.plan import PipelineConfig, Plan, schedule_of
 from roundpipe_lightning.planning.schedule.schedule import (
     Action,
     ActionKey,
@@ -83,13 +83,8 @@ def test_parts_add_up(
 ) -> None:
     pieces = num_microbatches if joined else 0
     partition = Partition(forward=(2, 1), backward=(1, 2, 1), joined=pieces)
-    schedule = round_robin_schedule(
-        partition,
-        num_workers=num_workers,
-        num_microbatches=num_microbatches,
-        round_size=num_microbatches,
-        team_size=1,
-    )
+    config = PipelineConfig(num_microbatches=num_microbatches, round_size=num_microbatches)
+    schedule = schedule_of(config.with_stages(partition), num_workers=num_workers)
     timeline = simulate(
         schedule,
         partition=partition,

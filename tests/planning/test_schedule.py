@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.schedule.plan import (
+    PipelineConfig,
     Plan,
     rotated,
-    round_robin_schedule,
+    schedule_of,
     turns_of_batch,
 )
 from roundpipe_lightning.planning.schedule.schedule import (
@@ -92,15 +93,12 @@ worker 0: F0.0 F0.1 F1.0 F1.1 X0.0 X0.1 B1.0 B1.1 B2.0 B2.1 F0.2 F1.2 X0.2 B1.2 
 
 
 @pytest.mark.parametrize("shape", GOLDEN)
-def test_round_robin_schedule(shape: tuple[int, int, int, int]) -> None:
+def test_stages_are_laid_round_the_workers(shape: tuple[int, int, int, int]) -> None:
     num_workers, num_microbatches, round_size, team_size = shape
-    schedule = round_robin_schedule(
-        PARTITION,
-        num_workers=num_workers,
-        num_microbatches=num_microbatches,
-        round_size=round_size,
-        team_size=team_size,
+    config = PipelineConfig(
+        num_microbatches=num_microbatches, round_size=round_size, team_size=team_size
     )
+    schedule = schedule_of(config.with_stages(PARTITION), num_workers=num_workers)
     assert schedule.to_text() == GOLDEN[shape]
     assert Schedule.from_text(GOLDEN[shape]) == schedule
 
@@ -208,13 +206,8 @@ def test_batches_one_after_the_other_are_the_planned_stream(
     plan = plan_with(
         num_workers=num_workers, team_size=team_size, num_rounds=num_rounds, backward=backward
     )
-    stream = round_robin_schedule(
-        plan.partition,
-        num_workers=num_workers,
-        num_microbatches=4 * plan.num_microbatches,
-        round_size=plan.round_size,
-        team_size=team_size,
-    )
+    whole = replace(plan.layout, num_microbatches=4 * plan.num_microbatches)
+    stream = schedule_of(whole, num_workers=num_workers)
     rows: list[list[object]] = [[] for _ in range(num_workers)]
     for batch in range(4):
         schedule = as_batch(rotated(plan, batch * turns_of_batch(plan)), batch)

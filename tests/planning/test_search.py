@@ -12,7 +12,7 @@ from roundpipe_lightning.planning.cost.costs import (
 )
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.schedule.plan import round_robin_schedule
+from roundpipe_lightning.planning.schedule.plan import PipelineConfig, schedule_of
 from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.partition import (
     Effort,
@@ -27,13 +27,10 @@ QUICK = Effort(num_actions=100_000)
 
 
 def simulated(evaluator: Evaluator, partition: Partition) -> float:
+    count, size = sum(evaluator.rounds), evaluator.rounds[0]
+    config = PipelineConfig(num_microbatches=count, round_size=size)
+    schedule = schedule_of(config.with_stages(partition), num_workers=evaluator.num_workers)
     partition = replace(partition, joined=evaluator.joined)
-    schedule = round_robin_schedule(
-        partition,
-        num_workers=evaluator.num_workers,
-        num_microbatches=sum(evaluator.rounds),
-        round_size=evaluator.rounds[0],
-    )
     costs = stage_costs(
         evaluator.profile,
         partition=partition,

@@ -11,7 +11,7 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.planning.search.fit import TrainingJob
 from roundpipe_lightning.planning.search.planner import PlannedTraining, plan_training
-from roundpipe_lightning.planning.search.request import PlanningRequest
+from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.profiles import machine, uniform_profile
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
@@ -35,7 +35,7 @@ def planned(
         num_microbatches=count,
         num_batches=batches,
         speeds=speeds,
-        team_sizes=(team,) if team else (),
+        hints=PartitionHints(team_size=team or None),
     )
     return plan_training(uniform_profile(24), hardware=spec, request=request)
 
@@ -79,7 +79,7 @@ def test_a_stage_may_be_as_large_as_its_own_device_allows() -> None:
 
     def largest(sizes: tuple[int, int], speeds: tuple[float, ...]) -> dict[int, int]:
         request = PlanningRequest(
-            num_microbatches=2, team_sizes=(1,), round_sizes=(2,), speeds=speeds
+            num_microbatches=2, hints=PartitionHints(team_size=1, round_size=2), speeds=speeds
         )
         found = plan_training(profile, hardware=with_memory(*sizes), request=request)
         most = {0: 0, 1: 0}

@@ -32,7 +32,7 @@ from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import Step, StepResult
 from roundpipe_lightning.engine.update.updater import Updater, update_units
-from roundpipe_lightning.planning.schedule.plan import Plan, round_robin_schedule
+from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import Partition, call_lengths
 from tests.soak.race_faults import FAULTS, Fault, ForgetfulServer
 from tests.soak.race_models import ModelSpec, PlainModel, RaceModel, make_batches, make_model
@@ -146,13 +146,6 @@ class Case:
             team_size=self.team_size,
             weight_slots=self.weight_slots,
             resident=self.resident,
-            schedule=round_robin_schedule(
-                self.partition,
-                num_workers=self.num_workers,
-                num_microbatches=self.num_microbatches,
-                round_size=self.round_size,
-                team_size=self.team_size,
-            ),
             block_names=tuple(names),
         )
 

@@ -46,34 +46,17 @@ def size_text(num_bytes: float) -> str:
 
 
 class MemoryKind(Enum):
-    """Uses of memory."""
+    """Uses of memory; docs/planning.md (what fits) says what belongs to each."""
 
-    WEIGHTS = "weights"
-    """Parameters in the compute dtype, or compressed."""
-
+    WEIGHTS = "weights"  # in the compute dtype, or compressed
     RESIDENT = "resident weights"
-    """Parameters that stay on a device between stages."""
-
     GRADIENTS = "gradients"
-    """Gradients of trainable parameters."""
-
     BOUNDARIES = "boundaries"
-    """Tensors between two stages."""
-
     ACTIVATIONS = "activations"
-    """Memory of a block or segment from its input to the end of its backward pass."""
-
     MASTERS = "masters"
-    """Full-precision parameters."""
-
     OPTIMIZER = "optimizer state"
-    """State of the optimizer."""
-
-    STAGING = "staging"
-    """Page-locked buffers that copies go through."""
-
-    RESERVED = "reserved"
-    """Memory of the runtime."""
+    STAGING = "staging"  # page-locked buffers that copies go through
+    RESERVED = "reserved"  # of the runtime
 
 
 @dataclass(frozen=True, kw_only=True)

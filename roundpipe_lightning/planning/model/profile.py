@@ -316,6 +316,3 @@ def _terms_of(stage: Stage, *, num_blocks: int) -> list[int]:
 
 def _timed(part: BlockProfile, *, forward: float, backward: float) -> BlockProfile:
     return replace(part, forward_seconds=forward, backward_seconds=backward)
-
-
-__all__ = ["HALF_LIFE_STEPS", "MeasuredProfile"]

@@ -38,6 +38,8 @@ from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePol
 FORMAT_VERSION = 3
 """Version of the saved form; a file of another version is refused."""
 
+_ROUND_THE_WORKERS = Schedule(workers=())
+
 _COUNTS = ("num_workers", "num_microbatches", "team_size", "round_size")
 
 
@@ -148,6 +150,7 @@ class Plan(PipelineLayout):
 
     Attributes:
         model: Fingerprint of the model that the plan is for, see `planning.profile.fingerprint`.
+        schedule: Empty: the stages are laid round the workers.
 
     Raises:
         PlanError: If the parts do not fit together or the schedule cannot run.
@@ -155,7 +158,7 @@ class Plan(PipelineLayout):
 
     model: str
     num_workers: int
-    schedule: Schedule
+    schedule: Schedule = _ROUND_THE_WORKERS
     block_names: tuple[str, ...]
 
     @property
@@ -187,6 +190,8 @@ class Plan(PipelineLayout):
             )
         if self.speeds and (len(self.speeds) != self.num_workers or min(self.speeds) <= 0):
             raise PlanError(f"speeds={self.speeds}: give one above 0 for each worker, or none.")
+        if not self.schedule.workers:
+            object.__setattr__(self, "schedule", schedule_of(self, num_workers=self.num_workers))
         if self.schedule.num_workers != self.num_workers:
             raise PlanError(
                 f"The schedule has {self.schedule.num_workers} workers, but "
@@ -338,57 +343,23 @@ class Plan(PipelineLayout):
         return "\n".join([*head, "schedule:", *rows]) + "\n"
 
 
-def round_robin_schedule(
-    partition: Partition,
-    *,
-    num_workers: int,
-    num_microbatches: int,
-    round_size: int,
-    team_size: int = 1,
-    speeds: tuple[float, ...] = (),
-) -> Schedule:
-    """Lay the stages round the workers.
-
-    Args:
-        round_size: Microbatches that travel together; the last round may have fewer.
-        team_size: Workers that share a stage's microbatches; must divide `num_workers`.
-        speeds: How fast every worker is; empty: they are equal.
-    """
-    config = PipelineConfig(
-        num_microbatches=num_microbatches,
-        round_size=round_size,
-        team_size=team_size,
-        speeds=speeds,
-    )
-    teams = config.teams(num_workers)
+def schedule_of(layout: PipelineLayout, *, num_workers: int) -> Schedule:
+    """Lay a layout's stages round the workers."""
+    teams = layout.teams(num_workers)
     rows: list[list[Action]] = [[] for _ in range(num_workers)]
-    turn = 0
-    for first in range(0, num_microbatches, round_size):
-        microbatches = range(first, min(first + round_size, num_microbatches))
-        members = config.members(len(microbatches), num_workers)
-        for stage in partition.stages():
+    first = turn = 0
+    for size in split_rounds(layout.num_microbatches, round_size=layout.round_size):
+        members = layout.members(size, num_workers)
+        for stage in layout.partition.stages():
             team = teams[turn % len(teams)]
             turn += 1
-            for member, microbatch in zip(members, microbatches, strict=True):
-                worker = team[member]
-                rows[worker].append(
-                    Action(kind=stage.kind, stage=stage.index, microbatch=microbatch, worker=worker)
+            for microbatch, member in enumerate(members, start=first):
+                action = Action(
+                    kind=stage.kind, stage=stage.index, microbatch=microbatch, worker=team[member]
                 )
+                rows[action.worker].append(action)
+        first += size
     return Schedule(workers=tuple(map(tuple, rows)))
-
-
-def schedule_of(
-    layout: PipelineLayout, *, num_workers: int, num_microbatches: int | None = None
-) -> Schedule:
-    """Lay a layout's stages round the workers, for its microbatches or another number of them."""
-    return round_robin_schedule(
-        layout.partition,
-        num_workers=num_workers,
-        num_microbatches=num_microbatches or layout.num_microbatches,
-        round_size=layout.round_size,
-        team_size=layout.team_size,
-        speeds=layout.speeds,
-    )
 
 
 def split_rounds(num_microbatches: int, *, round_size: int) -> tuple[int, ...]:
@@ -404,9 +375,7 @@ def turns_of_batch(plan: Plan) -> int:
     """
     if not _may_rotate(plan):
         return 0
-    num_turns = plan.partition.num_stages * len(
-        split_rounds(plan.num_microbatches, round_size=plan.round_size)
-    )
+    num_turns = plan.partition.num_stages * plan.num_rounds
     return num_turns * plan.team_size % plan.num_workers
 
 

@@ -39,6 +39,7 @@ from roundpipe_lightning.planning.schedule.stages import (
     reversed_cuts,
 )
 from roundpipe_lightning.planning.search.partition import (
+    QUICK,
     Effort,
     PartitionSearch,
     StageLimits,
@@ -163,21 +164,21 @@ def _largest(holds: Callable[[int], bool], *, least: int, most: int) -> int:
 
 
 def resident_blocks(
-    footprint: Footprint, layout: PipelineLayout, *, at_least: int = 0, at_most: int | None = None
+    footprint: Footprint, layout: PipelineLayout, *, wanted: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Return for every worker the blocks that stay on it, ascending; empty where none do.
 
     Args:
         layout: The plan's stages, teams and rounds; it must fit.
-        at_least: Blocks that must stay on every worker that runs as many.
-        at_most: Blocks that may stay on a worker; None: as many as fit and save uploads.
+        wanted: Blocks that stay on every worker that runs as many; None: as many as fit and save
+            uploads.
 
     Raises:
-        FitError: A worker has no room for `at_least` blocks.
+        FitError: A worker has no room for those that are wanted.
     """
     hardware, blocks = footprint.hardware, footprint.profile.blocks
     moves = not hardware.shares_host_memory and any(block.parameter_bytes for block in blocks)
-    if not moves or at_most == 0:
+    if not moves or wanted == 0:
         return ()
     table = PartitionTable.of([layout.partition])
     stage_needs = np.sum(list(footprint.stage_bytes(layout).values()), axis=0)
@@ -192,17 +193,17 @@ def resident_blocks(
         chosen: list[int] = []
         resident = 0
         for block in ranked:
-            if len(chosen) == at_most:
+            if len(chosen) == wanted:
                 break
             size = blocks[block].parameter_bytes
             left = needs - size * footprint.slots_of(table, block, layout=layout)[places]
             if resident + size + left.max() <= room:
                 chosen.append(block)
                 needs, resident = left, resident + size
-        if len(chosen) < min(at_least, len(ranked)):
+        if len(chosen) < min(wanted or 0, len(ranked)):
             block = next(block for block in ranked if block not in chosen)
             raise FitError(
-                f"{at_least} blocks cannot stay on a device of {hardware.name}: with {len(chosen)} "
+                f"{wanted} blocks cannot stay on a device of {hardware.name}: with {len(chosen)} "
                 f"of them it holds {size_text(resident + needs.max())} of {size_text(room)}, and "
                 f"{blocks[block].name!r} has {size_text(blocks[block].parameter_bytes)} more. Ask "
                 "for fewer, or leave it to the planner."
@@ -245,6 +246,7 @@ class Case:
     """One way for the microbatches to travel.
 
     Attributes:
+        asked: Partitions to choose from; empty: the search finds them.
         limits: Blocks per stage at most, other stages as small as they may be.
         joint_limits: Blocks per stage at most, all stages together.
     """
@@ -252,6 +254,7 @@ class Case:
     config: PipelineConfig
     step: StepModel
     request: PlanningRequest
+    asked: tuple[Partition, ...]
     limits: StageLimits
     joint_limits: StageLimits
 
@@ -280,7 +283,7 @@ class Case:
         return fit
 
     def beginnings(self, admits: Admits | None) -> tuple[Partition, ...]:
-        partitions = self.request.partitions
+        partitions = self.asked
         if not partitions:
             partitions = self._even(self.limits)
             if self.fits(PartitionTable.of(partitions)).sum() < _FEW:
@@ -348,13 +351,8 @@ class Case:
         )
 
     def predict(self, partition: Partition) -> StepPrediction:
-        request, layout = self.request, self.config.with_stages(partition)
-        resident = resident_blocks(
-            self.footprint,
-            layout,
-            at_least=request.at_least_resident,
-            at_most=request.at_most_resident,
-        )
+        layout, wanted = self.config.with_stages(partition), self.request.hints.resident
+        resident = resident_blocks(self.footprint, layout, wanted=wanted)
         return self.step.predict(replace(layout, resident=resident))
 
     def num_actions(self, partition: Partition) -> int:
@@ -373,7 +371,10 @@ def find_cases(
         PlanError: If the request contradicts the machine.
     """
     configs = pipeline_configs(hardware, request, num_batches=num_batches)
-    is_settled = bool(request.partitions) or request.recompute == (RecomputePolicy.NONE,)
+    profile = steps(request.microbatch_choices[0]).profile
+    whole = request.hints.limited(StageLimits.none(profile.num_blocks))
+    asked = request.hints.partitions(profile.block_names, limits=whole, cuts=profile.cuts)
+    is_settled = bool(asked) or request.recompute == (RecomputePolicy.NONE,)
     cases: list[Case] = []
     largest: dict[PipelineConfig, StageLimits] = {}
     for config in configs:
@@ -396,6 +397,7 @@ def find_cases(
                 config=config,
                 step=step,
                 request=request,
+                asked=asked,
                 limits=limits,
                 joint_limits=joint,
             )
@@ -407,8 +409,8 @@ def find_cases(
 
 
 def _wanted(limits: StageLimits, footprint: Footprint, request: PlanningRequest) -> StageLimits:
-    if request.limits is not None:
-        return limits.within(request.limits)
+    if request.hints.limits:
+        return request.hints.limited(limits)
     return even_share(limits, profile=footprint.profile, hardware=footprint.hardware)
 
 
@@ -418,7 +420,13 @@ def pipeline_configs(
     """Return all ways to travel that a request leaves; PlanError if it contradicts the machine."""
     num_workers = hardware.num_devices
     divisors = [size for size in range(1, num_workers + 1) if num_workers % size == 0]
-    slots = (2,) if hardware.shares_host_memory else sorted(set(request.weight_slots), reverse=True)
+    hints = request.hints
+    slots: Sequence[int] = (2, 1) if hints.weight_slots is None else (hints.weight_slots,)
+    if hardware.shares_host_memory:
+        slots = (2,)
+    teams: Sequence[int] = (1, num_workers) if request.effort == QUICK else divisors
+    if hints.team_size is not None:
+        teams = (hints.team_size,)
     found = [
         PipelineConfig(
             num_microbatches=count * num_batches,
@@ -430,7 +438,7 @@ def pipeline_configs(
             speeds=request.speeds,
             joined=request.joined,
         )
-        for team_size in request.team_sizes or divisors
+        for team_size in teams
         for count, round_size in _rounds(num_workers, request)
         if team_size <= round_size <= count and (round_size == count or not request.joined)
         for policy in request.policies
@@ -438,8 +446,8 @@ def pipeline_configs(
     ]
     if not found:
         raise PlanError(
-            f"No team size of {request.team_sizes} goes with a round size of "
-            f"{request.round_sizes} and num_microbatches={request.num_microbatches}: a round "
+            f"No team size of {teams} goes with a round size of {hints.round_size or 'any'} and "
+            f"num_microbatches={request.num_microbatches}: a round "
             "has at least one microbatch per worker of a team, and at most the whole batch."
         )
     return found
@@ -449,6 +457,8 @@ def _rounds(num_workers: int, request: PlanningRequest) -> Iterator[tuple[int, i
     """Numbers of microbatches of a batch, each with the round sizes to choose from."""
     for count in request.microbatch_choices:
         few = (num_workers, max(num_workers, _ROUND))
-        sizes = request.round_sizes or (count, *(min(size, count) for size in few))
+        sizes = (count, *(min(size, count) for size in few))
+        if request.hints.round_size:
+            sizes = (request.hints.round_size,)
         for size in dict.fromkeys(sizes):
             yield count, size

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, UpdateTiming
@@ -35,12 +36,11 @@ from roundpipe_lightning.planning.search.cases import (
     limits_within,
     pipeline_configs,
 )
-from roundpipe_lightning.planning.search.partition import QUICK, Effort, StageLimits
+from roundpipe_lightning.planning.search.partition import Effort, StageLimits
 from roundpipe_lightning.planning.search.planner import PlannedTraining, plan_training
 from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
 
 _LEAST_SHORTAGE = 1e-9
-_SIMPLE = (RecomputePolicy.FULL, RecomputePolicy.NONE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,22 +307,12 @@ def _plan(jobs: Mapping[int, TrainingJob]) -> PlannedTraining:
 
 
 def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
-    hints, limits = job.hints, _hint_limits(job)
-    quick = job.effort == QUICK
-    teams = (1, job.hardware.num_devices) if quick else ()
     return PlanningRequest(
         num_microbatches=counts,
         num_batches=job.num_batches,
-        team_sizes=teams if hints.team_size is None else (hints.team_size,),
-        round_sizes=() if hints.round_size is None else (hints.round_size,),
-        limits=limits,
-        partitions=hints.partitions(job.work.block_names, limits=limits, cuts=job.work.cuts),
+        hints=job.hints,
         effort=job.effort,
         recompute_start=job.recompute_start,
-        recompute=hints.recompute or (_SIMPLE if quick else tuple(RecomputePolicy)),
-        weight_slots=(2, 1) if hints.weight_slots is None else (hints.weight_slots,),
-        at_least_resident=hints.resident or 0,
-        at_most_resident=hints.resident,
         speeds=job.speeds,
         joined=job.joined,
     )
@@ -370,8 +360,18 @@ def improved_plan(
     """
     if job.hints.cuts or plan.recompute is RecomputePolicy.NONE:
         return None
+    fixed: Any = {
+        "team_size": plan.team_size,
+        "round_size": plan.round_size,
+        "weight_slots": plan.weight_slots,
+        "recompute": (plan.recompute,),
+        "resident": job.hints.resident if plan.resident else 0,
+    }
+    cuts: Any = {"forward": plan.partition.forward, "backward": plan.partition.backward}
+    hints = replace(job.hints, **fixed)
+    asked = PartitionHints(**fixed, **cuts)
     try:
-        before = _planned(plan, profile, job, partitions=(plan.partition,))
+        before = _planned(plan, profile, replace(job, hints=asked))
         seconds = before.seconds
         # a step in which no worker ever waits and no block runs forward twice
         least = profile.busy_seconds * plan.num_microbatches / plan.num_workers
@@ -380,35 +380,18 @@ def improved_plan(
             return None
         if remaining_steps is not None and possible * remaining_steps < planning_seconds:
             return None
-        after = _planned(plan, profile, job, partitions=())
+        after = _planned(plan, profile, replace(job, hints=hints))
     except FitError:  # no stages fit
         return None
     return (before, after) if after.seconds <= (1 - LEAST_GAIN) * seconds else None
 
 
-def _planned(
-    plan: Plan, profile: ModelProfile, job: TrainingJob, *, partitions: tuple[Partition, ...]
-) -> PlannedTraining:
-    """Plan with the teams and rounds that there are."""
-    hints = replace(
-        job.hints,
-        team_size=plan.team_size,
-        round_size=plan.round_size,
-        weight_slots=plan.weight_slots,
-        recompute=(plan.recompute,),
-    )
-    request = _request(replace(job, hints=hints, num_batches=1), (plan.num_microbatches,))
+def _planned(plan: Plan, profile: ModelProfile, job: TrainingJob) -> PlannedTraining:
     return plan_training(
         profile,
         hardware=job.hardware,
         storage=job.storage,
         num_trainable=job.work.num_trainable,
         timing=job.timing,
-        request=replace(
-            request,
-            partitions=partitions,
-            effort=job.effort,
-            at_least_resident=0,
-            at_most_resident=max(map(len, plan.resident), default=0),
-        ),
+        request=_request(replace(job, num_batches=1), (plan.num_microbatches,)),
     )

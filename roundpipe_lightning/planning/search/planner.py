@@ -27,8 +27,8 @@ from roundpipe_lightning.planning.cost.predict import StepModel, StepPrediction
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import ParameterStorage
-from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan, schedule_of
-from roundpipe_lightning.planning.schedule.schedule import Timeline
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
+from roundpipe_lightning.planning.schedule.schedule import Schedule, Timeline
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.search.cases import Admits, Case, Steps, find_cases
 from roundpipe_lightning.planning.search.request import PlanningRequest
@@ -122,7 +122,7 @@ def plan_training(
     best = _planned(steps, request=simpler, admits=admits)
     if simpler == request or not any(map(_may_save, profiles.values())):
         return best
-    selective = replace(request, recompute=(RecomputePolicy.SELECTIVE,))
+    selective = request.with_recompute(RecomputePolicy.SELECTIVE)
     try:
         kept = _planned(steps, request=selective, admits=admits)
     except FitError:
@@ -153,13 +153,11 @@ def _planned(steps: Steps, *, request: PlanningRequest, admits: Admits | None) -
 
 
 def _plan(case: Case, layout: PipelineLayout) -> Plan:
-    partition, workers = layout.partition, case.hardware.num_devices
-    if not partition.num_backward and partition.num_blocks:
+    if not layout.partition.num_backward and layout.partition.num_blocks:
         layout = replace(layout, recompute=RecomputePolicy.NONE)
     return Plan(
         model=case.profile.fingerprint,
-        num_workers=workers,
-        schedule=schedule_of(layout, num_workers=workers),
+        num_workers=case.hardware.num_devices,
         block_names=case.profile.block_names,
         **vars(layout),
     )
@@ -170,9 +168,7 @@ def plan_of_one_batch(plan: Plan) -> Plan:
 
     It has the same stages, teams and rounds, and says how many batches they were chosen for.
     """
-    count = plan.batch_microbatches
-    schedule = schedule_of(plan, num_workers=plan.num_workers, num_microbatches=count)
-    return replace(plan, num_microbatches=count, schedule=schedule)
+    return replace(plan, num_microbatches=plan.batch_microbatches, schedule=Schedule(workers=()))
 
 
 class _Choice:
@@ -221,7 +217,7 @@ class _Choice:
         return found.step_seconds
 
     def _search(self, case: Case) -> None:
-        if self._request.partitions:
+        if case.asked:
             for partition in self._even[case]:
                 self._consider(case, partition)
             return
@@ -269,7 +265,7 @@ class _Choice:
         """
         effort = self._request.effort
         is_one = case.hardware.num_devices < 2 or not case.profile.num_blocks
-        if self._request.partitions or effort.num_generations == 0 or is_one:
+        if case.asked or effort.num_generations == 0 or is_one:
             return
         seen, actions, idle = {best.layout.partition}, 0, 0
         search = case.search(effort)
@@ -294,14 +290,14 @@ def _describe_misfit(cases: Sequence[Case], request: PlanningRequest) -> str:
     """Explain why none of the partitions that are wanted is possible."""
     case = cases[0]
     device = f"a device of {case.hardware.name} has {case.hardware.device_bytes / 2**30:.2f} GiB"
-    if request.partitions:
-        if not any(request.allows(partition) for partition in request.partitions):
+    if case.asked:
+        if not any(request.allows(partition) for partition in case.asked):
             policies = ", ".join(policy.value for policy in request.recompute)
             return f"None of the partitions goes with recompute={policies}: change either."
         need = min(
             each.footprint.most_bytes(each.config.with_stages(partition))
             for each in cases
-            for partition in request.partitions
+            for partition in case.asked
             if request.allows(partition)
         )
         return (

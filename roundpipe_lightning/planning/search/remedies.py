@@ -34,26 +34,13 @@ T = TypeVar("T")
 class Price(IntEnum):
     """Price of a change, the cheapest kind first."""
 
-    NOTHING = 0
-    """Results stay the same, but for rounding."""
-
+    NOTHING = 0  # results stay the same, but for rounding
     PRECISION = 1
-    """Numbers are rounded more."""
-
-    CONTEXT = 2
-    """Sequences are shorter."""
-
+    CONTEXT = 2  # shorter sequences
     DISK = 3
-    """A disk holds what memory does not."""
-
-    TRAINABLE = 4
-    """Fewer parameters are trained."""
-
-    HOST_MEMORY = 5
-    """More host memory, in this host or in others."""
-
+    TRAINABLE = 4  # fewer parameters are trained
+    HOST_MEMORY = 5  # in this host or in others
     MACHINE = 6
-    """Another machine."""
 
 
 @dataclass(frozen=True, kw_only=True)

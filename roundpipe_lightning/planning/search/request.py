@@ -12,6 +12,7 @@ from typing import Any
 
 from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart
+from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import (
     Partition,
     RecomputePolicy,
@@ -19,7 +20,7 @@ from roundpipe_lightning.planning.schedule.stages import (
     cuts_before,
     reversed_cuts,
 )
-from roundpipe_lightning.planning.search.partition import Effort, StageLimits, even_cuts
+from roundpipe_lightning.planning.search.partition import QUICK, Effort, StageLimits, even_cuts
 
 _LEAST = {
     "most_forward": 1,
@@ -31,6 +32,8 @@ _LEAST = {
 }
 """The least that a hint may be."""
 
+
+_SIMPLE = (RecomputePolicy.FULL, RecomputePolicy.NONE)
 
 _HINTS = (
     "forward",
@@ -186,6 +189,18 @@ class PartitionHints:
                 raise ConfigurationError(f"{_key(name)}={value!r}: give a whole number.")
         return cls(**values, recompute=_policies(policy))
 
+    @classmethod
+    def of_plan(cls, plan: Plan) -> PartitionHints:
+        """Return hints that fix all that a plan does."""
+        return cls(
+            forward=plan.partition.forward,
+            backward=plan.partition.backward,
+            team_size=plan.team_size,
+            round_size=plan.round_size,
+            recompute=None if plan.recompute is RecomputePolicy.FULL else (plan.recompute,),
+            weight_slots=plan.weight_slots,
+        )
+
     def keys_given(self) -> list[str]:
         given = [name for name, value in vars(self).items() if value is not None]
         return [_key(name).removeprefix("partition.") for name in given]
@@ -234,14 +249,17 @@ class PartitionHints:
                     "a batch."
                 )
 
-    def limited(self, limits: StageLimits) -> StageLimits:
+    @property
+    def limits(self) -> dict[str, int]:
         given = {
             "forward": self.most_forward,
             "backward": self.most_backward,
             "fused": self.most_fused,
         }
-        most = {name: value for name, value in given.items() if value is not None}
-        return limits.within(replace(limits, **most))
+        return {name: value for name, value in given.items() if value is not None}
+
+    def limited(self, limits: StageLimits) -> StageLimits:
+        return limits.within(replace(limits, **self.limits))
 
     def partitions(
         self, block_names: Sequence[str], *, limits: StageLimits, cuts: Sequence[int] = ()
@@ -285,34 +303,19 @@ class PlanningRequest:
         num_microbatches: Microbatches of one batch, or several numbers to choose from.
         num_batches: Batches that are accumulated before the weights change: one continuous stream,
             a batch fills the pipeline while the one before drains.
-        team_sizes: Team sizes to choose from; empty: all that divide the number of devices.
-        round_sizes: Round sizes to choose from; empty: the whole batch, one per worker, and 8.
-        limits: Blocks per stage at most, whatever would fit; None: what fits the devices' memory.
-        partitions: Partitions to choose from; empty: the search finds them.
+        hints: What is fixed about stages, teams and rounds.
         hop_seconds: From one worker to another; None: that of the largest boundary, by way of the
             host (a download and an upload) or directly (`BoundaryRoute`).
-        recompute: What BACKWARD stages may start from. Without NONE there is a BACKWARD stage,
-            without the others there is none. Of several SELECTIVE is chosen where it saves enough.
-        weight_slots: Slots for weights to choose from; one is taken where it makes a better plan
-            fit.
-        at_least_resident: Blocks that must stay on every worker.
-        at_most_resident: Blocks that may stay on a worker; None: as many as fit and save uploads.
+        effort: How long to search; with `QUICK` in teams of 1 or of all.
         speeds: As of `PipelineConfig`: durations are those of speed 1.
         joined: As of `PipelineConfig`: durations of the tail segment are spread over the pieces.
     """
 
     num_microbatches: int | tuple[int, ...]
     num_batches: int = 1
-    team_sizes: tuple[int, ...] = ()
-    round_sizes: tuple[int, ...] = ()
-    limits: StageLimits | None = None
-    partitions: tuple[Partition, ...] = ()
+    hints: PartitionHints = field(default_factory=PartitionHints)
     hop_seconds: float | None = None
     recompute_start: RecomputeStart = RecomputeStart.EARLY
-    recompute: tuple[RecomputePolicy, ...] = tuple(RecomputePolicy)
-    weight_slots: tuple[int, ...] = (2, 1)
-    at_least_resident: int = 0
-    at_most_resident: int | None = None
     effort: Effort = field(default_factory=Effort)
     speeds: tuple[float, ...] = ()
     joined: bool = False
@@ -323,13 +326,27 @@ class PlanningRequest:
         return (counts,) if isinstance(counts, int) else counts
 
     @property
+    def recompute(self) -> tuple[RecomputePolicy, ...]:
+        """What BACKWARD stages may start from.
+
+        Without NONE there is a BACKWARD stage, without the others there is none. Of several
+        SELECTIVE is chosen where it saves enough.
+        """
+        if self.hints.recompute:
+            return self.hints.recompute
+        return _SIMPLE if self.effort == QUICK else tuple(RecomputePolicy)
+
+    @property
     def policies(self) -> tuple[RecomputePolicy, ...]:
         some = tuple(each for each in self.recompute if each is not RecomputePolicy.NONE)
         return some or (RecomputePolicy.FULL,)
 
+    def with_recompute(self, *policies: RecomputePolicy) -> PlanningRequest:
+        return replace(self, hints=replace(self.hints, recompute=policies))
+
     def without_selective(self) -> PlanningRequest:
         others = tuple(each for each in self.recompute if each is not RecomputePolicy.SELECTIVE)
-        return replace(self, recompute=others or self.recompute)
+        return self.with_recompute(*others) if others else self
 
     def allows(self, partition: Partition) -> bool:
         """Return whether a partition has BACKWARD stages, or none, as the policies want."""

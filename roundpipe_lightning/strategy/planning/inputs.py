@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,7 +30,6 @@ from roundpipe_lightning.planning.model.hardware import HardwareSpec, load_hardw
 from roundpipe_lightning.planning.model.profile import MeasuredProfile
 from roundpipe_lightning.planning.model.work import (
     BlockWork,
-    MicrobatchShape,
     Operations,
     ParameterStorage,
     WeightStorage,
@@ -40,10 +38,7 @@ from roundpipe_lightning.planning.model.work import (
 )
 from roundpipe_lightning.planning.report.description import PlanDescription
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import TrainingJob
-from roundpipe_lightning.planning.search.request import PartitionHints
-from roundpipe_lightning.strategy.options import Options
 
 # The machine
 
@@ -216,27 +211,19 @@ def _state_bytes(optimizer: Optimizer, *, in_float32: bool) -> float:
         if in_float32 and dtype is torch.bfloat16:
             dtype = torch.float32
         accepted = inspect.signature(kind).parameters
-        settings = {key: value for key, value in group.items() if key in accepted}
-        settings.pop("params", None)
+        settings = {k: v for k, v in group.items() if k in accepted and k != "params"}
+        sample = nn.Parameter(torch.zeros(256, 256, dtype=dtype))
+        sample.grad = torch.zeros_like(sample)
         try:
-            each = state_bytes_per_parameter(functools.partial(kind, **settings), dtype)
+            stepped = kind([sample], **settings)
+            with torch.enable_grad():
+                stepped.step()
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
             continue
-        total += each * sum(parameter.numel() for parameter in trained)
+        values = [v for state in stepped.state.values() for v in state.values()]
+        size = sum(v.nbytes for v in values if torch.is_tensor(v) and v.numel() > 1)
+        total += size / sample.numel() * sum(parameter.numel() for parameter in trained)
     return total
-
-
-def state_bytes_per_parameter(
-    make_optimizer: Callable[[list[nn.Parameter]], Optimizer], dtype: torch.dtype
-) -> float:
-    """Return the bytes of an optimizer's state for a parameter: a small matrix is stepped."""
-    sample = nn.Parameter(torch.zeros(256, 256, dtype=dtype))
-    sample.grad = torch.zeros_like(sample)
-    with torch.enable_grad():
-        stepped = make_optimizer([sample])
-        stepped.step()
-    tensors = [t for state in stepped.state.values() for t in state.values() if torch.is_tensor(t)]
-    return sum(t.nbytes for t in tensors if t.numel() > 1) / sample.numel()
 
 
 def _torchs_own(kind: type[Optimizer]) -> type[Optimizer]:
@@ -397,71 +384,3 @@ class StepWork:
 
     def pieces(self, count: int) -> StepWork:
         return replace(self, work=self.work.pieces(count), is_joined=True)
-
-
-class PlanConstraints:
-    """Constraints on a plan before it is made: the user's hints, and what follows besides.
-
-    Attributes:
-        rounds: Team and round size of the first plan, by its number of microbatches.
-    """
-
-    def __init__(self, options: Options, *, machine: HardwareSpec) -> None:
-        self._options = options
-        self._machine = machine
-        self.rounds: dict[int, tuple[int, int]] = {}
-
-    def users_hints(self, count: int, *, full: int) -> PartitionHints:
-        """Return the user's hints, as far as they can be kept with fewer microbatches.
-
-        Args:
-            count: Microbatches of the batch.
-            full: Microbatches of a full one.
-        """
-        hints = self._options.partition_hints
-        if count >= full:
-            return hints
-        team = hints.team_size if hints.team_size and hints.team_size <= count else None
-        size = None if hints.round_size is None else min(hints.round_size, count)
-        return replace(hints, team_size=team, round_size=size)
-
-    def completed(
-        self, hints: PartitionHints, step: StepWork, count: int, shape: MicrobatchShape
-    ) -> PartitionHints:
-        """Return hints with what else has to be kept.
-
-        Accelerators sum gradients up per round and team: those stay as they are, so that
-        results do not depend on which shapes came first. A stage has no more than a part of the
-        blocks on CPU workers, unless one runs one microbatch whose activations are smaller than
-        the weights, and wherever nothing is known about activations; no block stays there,
-        because what room they leave is not known.
-
-        Raises:
-            PlanError: A hint contradicts that.
-        """
-        if step.is_joined and count > 1:  # all pieces go forward before the loss is computed
-            wanted = hints.recompute or RecomputePolicy
-            policies = tuple(p for p in wanted if p is not RecomputePolicy.NONE)
-            hints = replace(hints, recompute=policies, most_fused=0, round_size=count)
-        shares_memory = self._machine.shares_host_memory
-        if self._options.compile and hints.recompute is None:  # it has no operations to keep
-            hints = replace(hints, recompute=(RecomputePolicy.FULL, RecomputePolicy.NONE))
-        if hints.resident is None and not step.knows_activations:
-            hints = replace(hints, resident=0)
-        if count in self.rounds and not shares_memory:
-            team_size, round_size = self.rounds[count]
-            hints = replace(hints, team_size=team_size, round_size=round_size)
-        blocks = step.work.blocks
-        needs_no_stages = count == self._machine.num_devices == 1 and (
-            sum(one.kept_bytes.of(shape) - one.parameter_bytes for one in blocks) < 0
-        )
-        if step.knows_activations and (needs_no_stages or not shares_memory):
-            return hints
-        if hints.recompute == (RecomputePolicy.NONE,) or hints.backward is not None:
-            return hints
-        most = max(1, -(-len(blocks) // max(self._machine.num_devices, 4)))
-        return replace(
-            hints,
-            most_backward=hints.most_backward or most,
-            most_fused=most if hints.most_fused is None else hints.most_fused,
-        )

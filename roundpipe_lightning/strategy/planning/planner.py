@@ -32,6 +32,7 @@ from roundpipe_lightning.planning.model.work import MicrobatchShape
 from roundpipe_lightning.planning.report.description import count_text
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Timeline
+from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import (
     FitAnswer,
     TrainingJob,
@@ -47,7 +48,6 @@ from roundpipe_lightning.strategy.checks import takes_iterator
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
 from roundpipe_lightning.strategy.planning.dry_run import DryRunError, dry_run
 from roundpipe_lightning.strategy.planning.inputs import (
-    PlanConstraints,
     PlanEvent,
     Planned,
     StepWork,
@@ -153,7 +153,8 @@ class StepPlanner:
             self.num_microbatches = 2 * len(devices)
         else:
             self.num_microbatches = options.num_microbatches
-        self._constraints = PlanConstraints(options, machine=self.machine)
+        # team and round size of the first plan, by its number of microbatches
+        self._rounds: dict[int, tuple[int, int]] = {}
         self._restored: list[Mapping[str, Any]] = []
         self._announced: list[tuple[TrainingJob, Plan]] = []
         self.profile: ModelProfile = self.first_job().profile
@@ -237,7 +238,7 @@ class StepPlanner:
         self._planned.append(found)
         if not joined:
             sizes = (found.plan.team_size, found.plan.round_size)
-            self._constraints.rounds.setdefault(found.plan.num_microbatches, sizes)
+            self._rounds.setdefault(found.plan.num_microbatches, sizes)
         if len(self._planned) == 1 or count == self.num_microbatches:
             self.profile = found.job.profile
         rank_zero_info(
@@ -346,7 +347,7 @@ class StepPlanner:
         return {
             "machine": self.machine.name,
             "num_workers": self._num_workers,
-            "rounds": [[count, *sizes] for count, sizes in self._constraints.rounds.items()],
+            "rounds": [[count, *sizes] for count, sizes in self._rounds.items()],
             "averages": [
                 {
                     "num_microbatches": planned.plan.num_microbatches,
@@ -360,9 +361,7 @@ class StepPlanner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state_dict` returned, if it was on a machine like this one."""
         if (state["machine"], state["num_workers"]) == (self.machine.name, self._num_workers):
-            self._constraints.rounds = {
-                count: (team, size) for count, team, size in state["rounds"]
-            }
+            self._rounds = {count: (team, size) for count, team, size in state["rounds"]}
             self._restored = list(state["averages"])
 
     def _take_over(self, planned: Planned) -> None:
@@ -396,7 +395,7 @@ class StepPlanner:
             is_full: Whether the batch is none of those that are smaller than others.
         """
         full = count if is_full else self.num_microbatches
-        hints = self._constraints.users_hints(count, full=full)
+        hints = self._users_hints(count, full=full)
         return TrainingJob(
             work=self._sizes.resized(step.work, self.chain),
             hardware=self.machine,
@@ -407,11 +406,66 @@ class StepPlanner:
             num_batches=num_batches,
             batch_sequences=batch_sequences,
             timing=self._timing,
-            hints=self._constraints.completed(hints, step, count, shape),
+            hints=self._completed(hints, step, count, shape),
             effort=effort,
             joined=step.is_joined and count > 1,
             accumulates=self._accumulates,
             clips=self._clips,
+        )
+
+    def _users_hints(self, count: int, *, full: int) -> PartitionHints:
+        """Return the user's hints, as far as they can be kept with fewer microbatches.
+
+        Args:
+            count: Microbatches of the batch.
+            full: Microbatches of a full one.
+        """
+        hints = self._options.partition_hints
+        if count >= full:
+            return hints
+        team = hints.team_size if hints.team_size and hints.team_size <= count else None
+        size = None if hints.round_size is None else min(hints.round_size, count)
+        return replace(hints, team_size=team, round_size=size)
+
+    def _completed(
+        self, hints: PartitionHints, step: StepWork, count: int, shape: MicrobatchShape
+    ) -> PartitionHints:
+        """Return hints with what else has to be kept.
+
+        Accelerators sum gradients up per round and team: those stay as they are, so that
+        results do not depend on which shapes came first. A stage has no more than a part of the
+        blocks on CPU workers, unless one runs one microbatch whose activations are smaller than
+        the weights, and wherever nothing is known about activations; no block stays there,
+        because what room they leave is not known.
+
+        Raises:
+            PlanError: A hint contradicts that.
+        """
+        if step.is_joined and count > 1:  # all pieces go forward before the loss is computed
+            wanted = hints.recompute or RecomputePolicy
+            policies = tuple(p for p in wanted if p is not RecomputePolicy.NONE)
+            hints = replace(hints, recompute=policies, most_fused=0, round_size=count)
+        shares_memory = self.machine.shares_host_memory
+        if self._options.compile and hints.recompute is None:  # it has no operations to keep
+            hints = replace(hints, recompute=(RecomputePolicy.FULL, RecomputePolicy.NONE))
+        if hints.resident is None and not step.knows_activations:
+            hints = replace(hints, resident=0)
+        if count in self._rounds and not shares_memory:
+            team_size, round_size = self._rounds[count]
+            hints = replace(hints, team_size=team_size, round_size=round_size)
+        blocks = step.work.blocks
+        needs_no_stages = count == self.machine.num_devices == 1 and (
+            sum(one.kept_bytes.of(shape) - one.parameter_bytes for one in blocks) < 0
+        )
+        if step.knows_activations and (needs_no_stages or not shares_memory):
+            return hints
+        if hints.recompute == (RecomputePolicy.NONE,) or hints.backward is not None:
+            return hints
+        most = max(1, -(-len(blocks) // max(self.machine.num_devices, 4)))
+        return replace(
+            hints,
+            most_backward=hints.most_backward or most,
+            most_fused=most if hints.most_fused is None else hints.most_fused,
         )
 
     def _plan_job(
@@ -439,7 +493,7 @@ class StepPlanner:
             return Planned.unmeasured(given, job, knows_activations=step.knows_activations)
         answer = fit_training(job)
         if answer.planned is None or not answer.fits:
-            free = self._constraints.completed(PartitionHints(), step, count, _SHAPE)
+            free = self._completed(PartitionHints(), step, count, _SHAPE)
             found = remedies(job, alternatives(), free_hints=free)
             shorter = longest(memory_shortage) if step.knows_activations else ""
             raise self._fit_error(answer, found, what=what, shorter=shorter)
