@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ from roundpipe_lightning.errors import (
     HardwareError,
 )
 from roundpipe_lightning.models.blocks import find_stacks
-from roundpipe_lightning.models.losses.lazy_logits import LossFusion
+from roundpipe_lightning.models.losses.lazy_logits import LossFusion, are_large
 from roundpipe_lightning.models.work.work_profile import causal_lm_call, work_profile
 from roundpipe_lightning.modules import ModelSource
 from roundpipe_lightning.modules.language import CausalLanguageModule
@@ -363,9 +363,9 @@ class Job:
         config, options = self.config, self.options if self.strategy else None
         groups = {name: config.get(name) for name in ("model", "module", "peft")}
         text = OmegaConf.to_yaml(OmegaConf.create(groups, parent=config), resolve=True)
-        names, loss = (options.block_names, options.loss) if options else (None, "eager")
+        names = None if options is None else options.block_names
         formats = (config.trainer.get("precision"), options and options.gradient_dtype)
-        key = repr((text, names, loss, formats))
+        key = repr((text, names, formats))
         if key not in self._models:
             module = self._module_without_values()
             if options is not None:
@@ -374,7 +374,6 @@ class Job:
                 module=module,
                 stacks=find_stacks(module, names),
                 compute_dtype=self.precision.autocast_dtype,
-                is_fused=loss != "eager",
             )
         return self._models[key]
 
@@ -402,19 +401,26 @@ class Job:
             num_microbatches: Parts of a batch.
             seq_len: Tokens of a sequence; None: as configured.
         """
-        step = StepWork(work=self.model.work, knows_activations=True)
-        sequences = -(-self.batch_size // num_microbatches)
-        if self.options.microbatching == "blocks":
-            step, sequences = step.pieces(num_microbatches), self.batch_size
+        is_joined = self.options.microbatching == "blocks"
+        sequences = self.batch_size if is_joined else -(-self.batch_size // num_microbatches)
+        shape = MicrobatchShape(sequences=sequences, seq_len=seq_len or self.seq_len)
+        work = self.model.work(fused=self._fuses(shape))
+        step = StepWork(work=work, knows_activations=True)
         job = self.planner.job(
-            step,
+            step.pieces(num_microbatches) if is_joined else step,
             num_microbatches,
-            shape=MicrobatchShape(sequences=sequences, seq_len=seq_len or self.seq_len),
+            shape=shape,
             num_batches=self.num_batches,
             batch_sequences=self.batch_size,
             is_full=True,
         )
         return self._with_given_plan(job)
+
+    def _fuses(self, shape: MicrobatchShape) -> bool:
+        """Return whether training computes the loss of such a microbatch without whole logits."""
+        vocabulary = self.source.load_config().get_text_config().vocab_size
+        loss = self.options.loss
+        return loss == "fused" or (loss == "auto" and are_large(shape.tokens, vocabulary))
 
     def microbatch_counts(self) -> list[int]:
         """Numbers of microbatches to choose from: one sequence each, or more for every device."""
@@ -517,23 +523,29 @@ class MetaModel:
 
     Attributes:
         compute_dtype: What autocast computes in; None: what the parameters are.
-        is_fused: Whether losses are computed without whole logits.
     """
 
     module: LightningModule
     stacks: Sequence[BlockStack]
     compute_dtype: torch.dtype | None
-    is_fused: bool
+    _works: dict[bool, WorkProfile] = field(default_factory=dict)
 
-    @cached_property
-    def work(self) -> WorkProfile:
-        """Work of a microbatch as a function of its shape.
+    def work(self, *, fused: bool) -> WorkProfile:
+        """Work of a microbatch as a function of its shape, measured when it is first asked for.
+
+        Args:
+            fused: Whether losses are computed without whole logits.
 
         Raises:
             ConfigurationError: The model's code cannot be run without values.
         """
+        if fused not in self._works:
+            self._works[fused] = self._measured(fused=fused)
+        return self._works[fused]
+
+    def _measured(self, *, fused: bool) -> WorkProfile:
         metrics = [part for part in self.module.modules() if isinstance(part, Metric)]
-        reads_once = self.is_fused and isinstance(self.module, CausalLanguageModule)
+        reads_once = fused and isinstance(self.module, CausalLanguageModule)
         return work_profile(
             self.module,
             Chain.from_stacks(self.stacks),
@@ -541,7 +553,7 @@ class MetaModel:
             if reads_once
             else self._call,
             compute_dtype=self.compute_dtype,
-            fusion=LossFusion("fused") if self.is_fused and not reads_once else None,
+            fusion=LossFusion("fused") if fused and not reads_once else None,
             settings={"log": lambda *_, **__: None, "_device": torch.device("meta")},
             replaced=[(metric, SilentMetric()) for metric in metrics],
         )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import shlex
 from pathlib import Path
 from typing import Any, ClassVar
@@ -356,9 +357,19 @@ def plan_small(folder: Path, *overrides: str) -> str:
     return done.stdout
 
 
+def figures(text: str) -> list[float]:
+    """The memory of a device and the seconds of a step in a report."""
+    patterns = (r"device at stage X0\S* ([\d.]+) MiB", r"Predicted step: (\S+) s")
+    return [float(re.findall(pattern, text)[0]) for pattern in patterns]
+
+
 def test_what_is_planned_is_what_runs(tmp_path: Path) -> None:
-    page = plan_small(tmp_path, "hydra.run.dir=plan")
-    run_here(tmp_path, "hydra.run.dir=run", "partition.num_microbatches=auto")
+    # Logits are most of a device's memory, and no loss is fused for as few.
+    few = ("data.seq_len=64", "data.text.validation_bytes=1200")
+    given = (*few, "model.architecture.vocab_size=60000")
+    page = plan_small(tmp_path, *given, "hydra.run.dir=plan")
+    done = run_here(tmp_path, *given, "hydra.run.dir=run", "partition.num_microbatches=auto")
+    assert figures(done.stdout + done.stderr) == pytest.approx(figures(page), rel=0.1)
     planned, ran = (Plan.load(tmp_path / name / "plan.json") for name in ("plan", "run"))
     assert planned.num_microbatches == ran.num_microbatches
     assert (planned.team_size, planned.round_size) == (ran.team_size, ran.round_size)

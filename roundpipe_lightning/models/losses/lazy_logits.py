@@ -44,6 +44,11 @@ LARGE_LOGITS_BYTES = 256 * 2**20
 """Under `"auto"`, logits that would take more than this in float32 are lazy."""
 
 
+def are_large(num_tokens: int, vocabulary: int) -> bool:
+    """Return whether logits are lazy under `"auto"`."""
+    return num_tokens * vocabulary * torch.float32.itemsize > LARGE_LOGITS_BYTES
+
+
 class LogitSource:
     """The computation of logits, and the properties known before it runs."""
 
@@ -338,7 +343,7 @@ class LossFusion:
         num_tokens = hidden.numel() // max(1, width)
         if self._mode == "fused":
             return vocabulary > width and num_tokens > 0
-        return num_tokens * vocabulary * torch.float32.itemsize > LARGE_LOGITS_BYTES
+        return are_large(num_tokens, vocabulary)
 
     @contextmanager
     def active(self) -> Iterator[LossFusion]:
