@@ -112,6 +112,8 @@ def test_a_readable_page(ask: Ask) -> None:
     picture = (ask.folder / "timeline.svg").read_text()
     assert f"of a predicted step of {step} s" in picture, "the picture says what the page says"
     assert "The wrong tool: devices wait" in page
+    mixed = ask.text("hardware=mixed", "hardware.devices={rtx4090: 1, rtx3080: 2}")
+    assert "1 x GeForce RTX 4090, 23.99 GiB each, 2 x GeForce RTX 3080, 10.00 GiB each" in mixed
     assert "fewer waits with more tokens a step" in ask.text(
         "model=qwen3_1_7b", "hardware=rtx3080x1"
     )

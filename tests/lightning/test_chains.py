@@ -92,7 +92,7 @@ def test_an_encoder_and_a_decoder() -> None:
     plan = _check(EncoderDecoder(), names)
     assert plan.num_workers == 2
     with pytest.raises(PlanError, match=r"model has cuts at \(3,\).*no stage spans one"):
-        _fit(EncoderDecoder(), hints={"recompute": "none"})
+        _fit(EncoderDecoder(), recompute="none")
 
 
 def test_three_calls_of_a_stack() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -150,10 +151,10 @@ class PlanDescription:
 
 
 def machine_line(hardware: HardwareSpec) -> str:
-    return (
-        f"{hardware.name}: {hardware.num_devices} x {hardware.device_name}, "
-        f"{size_text(hardware.device_bytes)} each, {size_text(hardware.host_bytes)} of host memory"
-    )
+    kinds = Counter((one.device_name, size_text(one.device_bytes)) for one in hardware.workers)
+    devices = (f"{number} x {name}, {size} each" for (name, size), number in kinds.items())
+    host = size_text(hardware.host_bytes)
+    return f"{hardware.name}: {', '.join(devices)}, {host} of host memory"
 
 
 def model_line(work: WorkProfile, *, precision: str) -> str:

@@ -5,7 +5,6 @@ A hint that cannot be kept is refused with the reason, never bent.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,7 +40,6 @@ _HINTS = (
     "limits",
     "team_size",
     "round_size",
-    "recompute",
     "weight_slots",
     "resident",
 )
@@ -61,19 +59,6 @@ def _counts(name: str, counts: object) -> tuple[int, ...]:
     raise ConfigurationError(
         f"partition.{name}={counts!r}: give whole numbers, such as partition.{name}=[2,3,3]."
     )
-
-
-def _policies(word: str | None) -> tuple[RecomputePolicy, ...] | None:
-    known = ["auto", *(policy.value for policy in RecomputePolicy)]
-    if word in (None, "auto"):
-        return None
-    if word not in known:
-        near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.4)
-        hint = f" The nearest is {near[0]}." if near else ""
-        raise ConfigurationError(
-            f"partition.recompute={word} is not one of {', '.join(known)}.{hint}"
-        )
-    return (RecomputePolicy(word),)
 
 
 def _key(name: str) -> str:
@@ -179,7 +164,6 @@ class PartitionHints:
         _check_keys("hints['limits']", limits, ("forward", "fused", "backward"))
         values = {name: value for name, value in given.items() if name != "limits"}
         values |= {f"most_{name}": value for name, value in limits.items()}
-        policy = values.pop("recompute", None)
         for name, value in values.items():
             if value is None:
                 continue
@@ -187,7 +171,7 @@ class PartitionHints:
                 values[name] = _counts(name, value)
             elif not isinstance(value, int) or isinstance(value, bool):
                 raise ConfigurationError(f"{_key(name)}={value!r}: give a whole number.")
-        return cls(**values, recompute=_policies(policy))
+        return cls(**values)
 
     @classmethod
     def of_plan(cls, plan: Plan) -> PartitionHints:
