@@ -158,8 +158,8 @@ def train(program: type[Program], strategy: RoundPipeStrategy | None, devices: i
     outcome.update = {name: after[name].detach() - old for name, old in before.items()}
     outcome.found = recorder.found | dict(flat("logs", dict(trainer.callback_metrics)))
     outcome.found |= dict(state(module)) | {"generator": draw}
-    if strategy is not None and strategy.last_plan is not None:
-        plan = strategy.last_plan
+    if strategy is not None and strategy.last_step is not None:
+        plan = strategy.last_step.plan
         outcome.stages = f"{plan.num_microbatches} x {plan.partition.num_stages}"
     return outcome
 

@@ -357,12 +357,12 @@ class Ours(System):
         strategy = self._trainer.strategy
         return {
             "plan": {
-                "partition": str(strategy.last_plan.partition),
-                "recompute": str(strategy.last_plan.recompute.value),
-                "weight_slots": strategy.last_plan.weight_slots,
-                "num_resident": sum(map(len, strategy.last_plan.resident)),
+                "partition": str(strategy.last_step.plan.partition),
+                "recompute": str(strategy.last_step.plan.recompute.value),
+                "weight_slots": strategy.last_step.plan.weight_slots,
+                "num_resident": sum(map(len, strategy.last_step.plan.resident)),
             },
-            "idle_share": strategy.last_timeline.bubble_fraction,
+            "idle_share": strategy.last_step.timeline.bubble_fraction,
             "planned_gib": self._planned_gib,
         }
 

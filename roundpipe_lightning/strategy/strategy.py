@@ -44,7 +44,6 @@ from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord, WorkerState
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.strategy import checks, compat
 from roundpipe_lightning.strategy.hosts import agreement, data, launch
 from roundpipe_lightning.strategy.hosts.data import BatchShares, divide_memory
@@ -297,16 +296,6 @@ class RoundPipeStrategy(OneProcessStrategy):
     def profile(self) -> ModelProfile | None:
         """The model as the planner sees it; None before the first set-up."""
         return self._seen.profile if self._seen else None
-
-    @property
-    def last_plan(self) -> Plan | None:
-        """The plan of the last training step, whose end is waited for; None before the first."""
-        return self._last.plan if self._last else None
-
-    @property
-    def last_timeline(self) -> Timeline | None:
-        """Times of every action of the last training step, whose end is waited for; None before."""
-        return self._last.timeline if self._last else None
 
     @property
     def last_step(self) -> StepRecord | None:

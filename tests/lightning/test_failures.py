@@ -292,7 +292,7 @@ def test_trainer_and_strategy_can_be_used_again_and_again(tmp_path: Path) -> Non
     predictions = trainer.predict(module, other)
     assert predictions is not None
     assert isinstance(trainer.strategy, RoundPipeStrategy)
-    assert trainer.strategy.last_timeline is not None
+    assert trainer.strategy.last_step is not None
     assert trainer.strategy.peak_device_bytes is not None
 
 

@@ -275,8 +275,8 @@ def test_what_is_proven_to_be_such_a_mean_is_logged_with_the_weights_of_the_loss
     strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
     (_, one), (_, several) = train_with(tmp_path, strategies, Logging, data, max_epochs=1)
     assert isinstance(several.strategy, RoundPipeStrategy)
-    assert several.strategy.last_plan is not None
-    assert not several.strategy.last_plan.joined
+    assert several.strategy.last_step is not None
+    assert not several.strategy.last_step.plan.joined
     torch.testing.assert_close(
         several.callback_metrics["twice_epoch"], one.callback_metrics["twice_epoch"]
     )
@@ -323,5 +323,5 @@ def test_a_resumed_training_keeps_the_choice(
     (text,) = said
     for part in ("because" if joined else "proven", "costs" if not joined else "wait", "settles"):
         assert part in text
-    plan = fit(2, tmp_path / "first.ckpt").strategy.last_plan
+    plan = fit(2, tmp_path / "first.ckpt").strategy.last_step.plan
     assert (len(said), plan.joined) == (1, joined)

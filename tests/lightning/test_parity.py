@@ -135,8 +135,8 @@ def test_last_batch_smaller_than_the_number_of_microbatches(tmp_path: Path) -> N
     ours = RoundPipeStrategy()
     (one, _), (module, _) = train_with(tmp_path, ["auto", ours], Regressor, regression_data(9))
     assert ours.num_microbatches == 4
-    assert ours.last_plan is not None
-    assert ours.last_plan.num_microbatches == 1
+    assert ours.last_step is not None
+    assert ours.last_step.plan.num_microbatches == 1
     assert parameter_error(module, one) < 1e-5
 
 

@@ -82,8 +82,8 @@ def test_a_plan_that_changes_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(report.texts) == 8
     before, after = report.texts[5].splitlines()[1:3]
     assert before.removeprefix("  from ") == report.texts[4].splitlines()[2].removeprefix("  to   ")
-    assert strategy.last_plan is not None
-    assert report.texts[-1].splitlines()[2] == f"  to   {strategy.last_plan.partition}"
+    assert strategy.last_step is not None
+    assert report.texts[-1].splitlines()[2] == f"  to   {strategy.last_step.plan.partition}"
     assert report.texts[-1].startswith("The plan changes after 7 measured steps\n")
     assert after != before
 

@@ -243,8 +243,8 @@ def test_hints_for_a_full_batch_bend_for_a_smaller_one(tmp_path: Path) -> None:
     strategy = fit(
         tmp_path, data=regression_data(9), hints=PartitionHints(team_size=2, round_size=4), steps=2
     )
-    assert strategy.last_plan is not None
-    assert strategy.last_plan.num_microbatches == strategy.last_plan.round_size == 1
+    assert strategy.last_step is not None
+    assert strategy.last_step.plan.num_microbatches == strategy.last_step.plan.round_size == 1
     assert strategy.plan is not None
     assert (strategy.plan.team_size, strategy.plan.round_size) == (2, 4)
 
@@ -332,7 +332,7 @@ def test_other_stages_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
         class Watch(Callback):
             def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-                seen.append(trainer.strategy.last_plan.partition)  # noqa: B023
+                seen.append(trainer.strategy.last_step.plan.partition)  # noqa: B023
 
         strategy = fit(tmp_path, module, steps=20, callbacks=[Watch()], replan=changes)
         assert len(set(seen)) == (4 if changes else 1)
@@ -370,7 +370,8 @@ def test_a_given_plan_is_never_changed(tmp_path: Path, monkeypatch: pytest.Monke
     given = other_plan(plan, Partition(forward=(3,), backward=(1, 3)))
     strategy = fit(tmp_path, plan=given, steps=8)
     assert strategy.plan is given
-    assert strategy.last_plan is given
+    assert strategy.last_step is not None
+    assert strategy.last_step.plan is given
 
 
 @pytest.mark.usefixtures("steps_of_microbatches")

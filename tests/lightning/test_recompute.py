@@ -74,8 +74,8 @@ def trained(
 def test_every_policy_trains_as_full_does(tmp_path: Path, policy: str) -> None:
     full, _ = trained(tmp_path / "full", "full")
     module, strategy = trained(tmp_path / policy, policy)
-    assert strategy.last_plan is not None
-    assert strategy.last_plan.recompute is RecomputePolicy(policy)
+    assert strategy.last_step is not None
+    assert strategy.last_step.plan.recompute is RecomputePolicy(policy)
     assert same_bits(full, module)
 
 
@@ -90,8 +90,8 @@ def test_one_cpu_worker_recomputes_what_is_larger_than_the_weights(
         module = Attending(0.0)
         make_trainer(tmp_path, strategy=one, max_epochs=1).fit(module, data)
         modules.append(module)
-    assert strategy.last_plan is not None
-    assert strategy.last_plan.recompute is RecomputePolicy(policy)
+    assert strategy.last_step is not None
+    assert strategy.last_step.plan.recompute is RecomputePolicy(policy)
     assert same_bits(*modules)
 
 

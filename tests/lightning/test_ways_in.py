@@ -99,8 +99,8 @@ def test_cli_by_class_path_with_settings_and_subclass_mode(tmp_path: Path) -> No
         subclass_mode_model=True,
     )
     assert strategy.num_microbatches == 2
-    assert strategy.last_plan is not None
-    assert strategy.last_plan.partition.backward[0] <= 1
+    assert strategy.last_step is not None
+    assert strategy.last_step.plan.partition.backward[0] <= 1
     assert isinstance(trainer.lightning_module, Module)
 
 
@@ -223,7 +223,7 @@ def test_strategy_object_serves_trainers_one_after_the_other(tmp_path: Path) -> 
         trainer.fit(shared, regression_data())
         assert same_bits(shared, own)
         assert strategy.num_workers == flags["devices"]
-        assert strategy.last_plan is not None
+        assert strategy.last_step is not None
         strategy = copy.deepcopy(strategy)  # as libraries do with the flags that they keep
     first, second = (make_trainer(tmp_path, strategy=strategy) for _ in range(2))
     with pytest.raises(ConfigurationError, match="one after the other"):

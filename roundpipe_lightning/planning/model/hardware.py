@@ -117,9 +117,7 @@ class HardwareSpec:
 
     Attributes:
         name: What it is called, e.g. `rtx4090x8`.
-        device_name: What one device is called.
-        num_devices: Devices, each of them a worker.
-        device_bytes: Memory of one device.
+        num_devices: Each of them is a worker.
         matrix_rates: Matrix products of one device.
         memory_bytes_per_second: Bandwidth of a device's own memory.
         upload_bytes_per_second: Host to one device, page-locked.

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from typing_extensions import Self
+
 from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
@@ -47,8 +49,20 @@ class MicrobatchShape:
         return self.sequences * self.seq_len
 
 
+class _Summed:
+    """Adds and scales all fields alike."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(
+            **{name: each + getattr(other, name) for name, each in vars(self).items()}
+        )
+
+    def __mul__(self, factor: float) -> Self:
+        return type(self)(**{name: each * factor for name, each in vars(self).items()})
+
+
 @dataclass(frozen=True, kw_only=True)
-class Amount:
+class Amount(_Summed):
     """A number of operations or bytes as a function of the microbatch's shape."""
 
     fixed: float = 0.0
@@ -58,12 +72,6 @@ class Amount:
     def of(self, shape: MicrobatchShape) -> float:
         squares = shape.sequences * shape.seq_len**2
         return self.fixed + self.per_token * shape.tokens + self.per_square * squares
-
-    def __add__(self, other: Amount) -> Amount:
-        return Amount(**{name: value + getattr(other, name) for name, value in vars(self).items()})
-
-    def __mul__(self, factor: float) -> Amount:
-        return Amount(**{name: value * factor for name, value in vars(self).items()})
 
     @classmethod
     def fit(cls, short: float, long: float, double: float, *, seq_len: int) -> Amount:
@@ -103,7 +111,7 @@ class Peak:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Work(_Summed):
     """Operations of one pass over a block.
 
     Attributes:
@@ -118,12 +126,6 @@ class Work:
     matrix_bytes: Amount = Amount()
     attention_operations: Amount = Amount()
     memory_bytes: Amount = Amount()
-
-    def __add__(self, other: Work) -> Work:
-        return Work(**{name: value + getattr(other, name) for name, value in vars(self).items()})
-
-    def __mul__(self, factor: float) -> Work:
-        return Work(**{name: value * factor for name, value in vars(self).items()})
 
     def operations(self, shape: MicrobatchShape) -> float:
         return self.matrix_operations.of(shape) + self.attention_operations.of(shape)
@@ -301,7 +303,7 @@ def size_model(work: WorkProfile, *, shape: MicrobatchShape) -> ModelProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operations:
+class Operations(_Summed):
     """Operations of matrix products and attention; a multiply-add is two.
 
     Attributes:
@@ -311,9 +313,6 @@ class Operations:
 
     model: float
     recompute: float
-
-    def __mul__(self, factor: float) -> Operations:
-        return Operations(model=self.model * factor, recompute=self.recompute * factor)
 
     @property
     def all(self) -> float:
