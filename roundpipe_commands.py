@@ -292,14 +292,16 @@ def in_settings(arguments: list[str], folder: Path) -> list[str]:
 
     `data=` and `model=` name a file of `conf/data` and `conf/model`. A value that names none and
     has a dot, a slash or a star in it, or is a list, is a file of data (`data.files=`), or a model
-    of the hub or of a folder (`model.hub_name=`).
+    of the hub or of a folder (`model.hub_name=`). Files alone are data, too, of `data=chat`.
     """
     given = dict(each.split("=", 1) for each in arguments if "=" in each)
     found = []
     for argument in arguments:
         name, _, value = argument.partition("=")
         is_group = (folder / name / f"{value}.yaml").is_file()
-        if name not in ("data", "model") or is_group or not re.search(r"[./*{\[]", value):
+        if name == "data.files" and "data" not in given and value[:1] not in ("", "'", '"'):
+            found += _data_settings(value, given, folder)
+        elif name not in ("data", "model") or is_group or not re.search(r"[./*{\[]", value):
             found.append(argument)
         elif name == "data":
             found += _data_settings(value, given, folder)

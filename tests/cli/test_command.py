@@ -92,6 +92,8 @@ def test_what_the_command_line_gets_wrong_is_one_line(
     [
         ("data=a.jsonl", ["data=chat", "data.files=['a.jsonl']"]),
         ("data=my/chats", ["data=chat", "data.files=['my/chats']"]),
+        ("data.files=a.jsonl", ["data=chat", "data.files=['a.jsonl']"]),
+        ("data=text data.files=[a.txt]", ["data=text", "data.files=[a.txt]"]),
         ("data={a.jsonl: 2, b.json: 0.5}", ["data=chat", "data.files={a.jsonl: 2, b.json: 0.5}"]),
         (
             "recipe=qwen3_8b/dpo data=it's.json",
