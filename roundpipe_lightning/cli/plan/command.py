@@ -6,6 +6,7 @@ No device is touched and no weights are read. The answer is one object for progr
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -460,7 +461,7 @@ def plan(config: DictConfig) -> PlanOutput:
         job, *more = [each.with_changes(changes) for each in (job, *more)]
     hosts = uneven(job, machines) if machines else []
     if hosts:
-        slowest = max(hosts, key=lambda host: host.answer.lateness)
+        slowest = max(hosts, key=lambda host: _seconds(host.answer) or math.inf)
         job, found = slowest.job, slowest.answer
         answers = [found]
     else:

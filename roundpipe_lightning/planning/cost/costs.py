@@ -74,10 +74,6 @@ class ActionCost:
     recompute_seconds: float = 0.0
     compute_seconds: float
 
-    def __post_init__(self) -> None:
-        if not (self.recompute_seconds >= 0 and self.compute_seconds >= 0):
-            raise PlanError(f"{self} must not be negative.")
-
     @property
     def seconds(self) -> float:
         return self.recompute_seconds + self.compute_seconds

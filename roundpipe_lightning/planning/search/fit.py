@@ -180,11 +180,6 @@ class FitAnswer:
         return tokens / self.prediction.step_seconds
 
     @property
-    def lateness(self) -> tuple[bool, float]:
-        """Order of hosts by how long the others wait for them, those last that do not fit."""
-        return not self.fits, 0.0 if self.prediction is None else self.prediction.step_seconds
-
-    @property
     def hidden_tokens(self) -> float | None:
         """Tokens of a step and host from which on no step waits for the network.
 

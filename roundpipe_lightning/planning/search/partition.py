@@ -40,19 +40,11 @@ class StageLimits:
 
     Attributes:
         fused: 0 allows only the tail segment.
-
-    Raises:
-        PlanError: If a limit leaves no stage possible.
     """
 
     forward: int
     backward: int
     fused: int
-
-    def __post_init__(self) -> None:
-        for name, least in (("forward", 1), ("backward", 1), ("fused", 0)):
-            if getattr(self, name) < least:
-                raise PlanError(f"limit {name}={getattr(self, name)} must be {least} or more.")
 
     @classmethod
     def none(cls, num_blocks: int) -> StageLimits:
