@@ -38,7 +38,7 @@ def show(config: DictConfig) -> None:
         samples = (each for record in data.files.read(part) for each in data.encode(record))
         first = next(samples, None)
         form = data.forms.found[part][0].name if part in data.forms.found else "texts with a class"
-        console.print(f"{part}: {form}", markup=False)
+        console.print(f"{part}: {'no sample' if first is None else form}", markup=False)
         if form not in shown and first is not None:
             shown.add(form)
             answers = first if isinstance(first, tuple) else (first,)

@@ -267,9 +267,6 @@ def _message_span(text: str, *, before: str, through: str, content: str) -> tupl
     return None if found < 0 else (len(before), found + len(content) + len(ending))
 
 
-Pair = tuple[Sample, Sample]
-"""A prompt with the better answer, and with the worse one."""
-
 Judged = tuple[Sample, bool]
 """A prompt with an answer, and whether that is wanted."""
 

@@ -127,11 +127,7 @@ class Forms:
                 "data.files takes several."
             )
         content = form.read(record)
-        if (
-            form.kind == "conversation"
-            and "prompt" in form.needs
-            and record.fields.get("label") is False
-        ):
+        if form.kind == "conversation" and _is_unwanted(record.fields):
             raise DataError(
                 f"{record.place}: this answer was judged as unwanted (label: false), and would be "
                 "learned here. Leave it out, or learn from what was judged: module=kto data=kto."
@@ -153,7 +149,12 @@ class Forms:
     def _recognise(self, record: Record) -> Form:
         there = {name for name, value in record.fields.items() if value is not None}
         fitting = [form for form in _FORMS if there.issuperset(form.needs)]
-        wanted = [form for form in fitting if form.kind in self.kinds]
+        asks = there >= {"chosen", "rejected"}  # `conversations` is what they answer
+        wanted = [
+            form
+            for form in fitting
+            if form.kind in self.kinds and not (asks and form.needs == ("conversations",))
+        ]
         for form in (*wanted, *fitting):
             if form.needs != ("conversations",) or _speaks(record) == form.name:
                 return form
@@ -327,8 +328,9 @@ def _messages(name: str) -> Callable[[Record], Content]:
     return lambda record: _conversation(record, record.get(name))
 
 
-def _share_gpt(record: Record) -> Content:
-    return _conversation(record, _turns(_from_json(record.get("conversations")), record))
+def _messages_or_turns(record: Record) -> Content:
+    said = _said("user", record.get("conversations"), record)
+    return _conversation(record, said)
 
 
 def _turns(turns: Any, record: Record) -> list[Message]:
@@ -373,17 +375,29 @@ def _question(prompt: str, answer: str) -> Callable[[Record], Content]:
     )
 
 
-def _judged(record: Record) -> Content:
-    """KTO's: an answer and whether it is wanted."""
-    label = record.get("label")
-    words = {"true": True, "false": False, "1": True, "0": False}
-    wanted = words.get(str(label).strip().lower())
-    if wanted is None:
-        raise DataError(
-            f"{record.place}: the label {label!r} says neither true (a wanted answer) nor false."
-        )
-    answer = check_messages(_given("assistant", record, "completion"), place=record.place)
-    return Content(messages=_before(record), answers=(answer,), desirable=wanted)
+_VERDICTS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def _is_unwanted(fields: Mapping[str, Any]) -> bool:
+    """Whether an answer is marked as one that is not to be learned."""
+    return any(str(fields.get(name)).strip().lower() == "false" for name in ("label", "kto_tag"))
+
+
+def _judged(read: Callable[[Record], Content]) -> Callable[[Record], Content]:
+    """KTO's: a conversation, and whether its last answer is wanted."""
+
+    def judged(record: Record) -> Content:
+        label = record.get("label")
+        wanted = _VERDICTS.get(str(label).strip().lower())
+        if wanted is None:
+            raise DataError(
+                f"{record.place}: the label {label!r} says neither true (a wanted answer) nor "
+                "false."
+            )
+        said = read(record).messages
+        return Content(messages=said[:-1], answers=(said[-1:],), desirable=wanted)
+
+    return judged
 
 
 def _pair(record: Record) -> Content:
@@ -454,9 +468,17 @@ _KINDS = {
 
 _FORMS: Iterable[Form] = (
     Form("preference pairs", "pair", ("chosen", "rejected"), _pair),
-    Form("judged answers", "judged", ("prompt", "completion", "label"), _judged),
+    *(
+        Form("judged answers", "judged", (*needs, "label"), _judged(read))
+        for needs, read in (
+            (("prompt", "completion"), _question("prompt", "completion")),
+            (("messages",), _messages("messages")),
+            (("conversations",), _messages_or_turns),
+            (("instruction", "output"), _alpaca),
+        )
+    ),
     Form("messages", "conversation", ("messages",), _messages("messages")),
-    Form("ShareGPT", "conversation", ("conversations",), _share_gpt),
+    Form("ShareGPT", "conversation", ("conversations",), _messages_or_turns),
     Form("messages", "conversation", ("conversations",), _messages("conversations")),
     Form("messages", "conversation", ("conversation",), _messages("conversation")),
     Form("Alpaca", "conversation", ("instruction", "output"), _alpaca),

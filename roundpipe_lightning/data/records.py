@@ -98,7 +98,8 @@ class RecordFiles:
     """Records in files of this machine, and in data sets of the Hugging Face hub.
 
     How a file is read follows from its suffix: `.jsonl` (one JSON object per line), `.json` (a list
-    of objects, or objects one after another), `.csv` (the first line names the fields),
+    of objects, or objects one after another), `.csv` and `.tsv` (the first line names the fields,
+    with commas, semicolons or tabs between them),
     `.parquet`, `.txt` and `.md` (the whole file is the field `text` of one record). Any but
     Parquet may be compressed: `.jsonl.gz`.
 
@@ -309,7 +310,9 @@ def _comma_separated(path: Path) -> Iterator[Fields]:
     csv.field_size_limit(2**31 - 1)  # a book in a field is no mistake
     file: TextIO
     with _open(path, mode="rt", newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
+        names = file.readline()
+        file.seek(0)
+        reader = csv.DictReader(file, delimiter=max(",;\t", key=names.count))
         for fields in reader:
             place = f", line {reader.line_num}"
             if None in fields or None in fields.values():
@@ -343,6 +346,7 @@ _READERS: Mapping[str, Callable[[Path], Iterator[Fields]]] = {
     ".jsonl": _json_lines,
     ".json": _json,
     ".csv": _comma_separated,
+    ".tsv": _comma_separated,
     ".parquet": _parquet,
     ".txt": _whole_text,
     ".md": _whole_text,

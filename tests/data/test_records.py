@@ -39,6 +39,8 @@ def read(*paths: Path) -> list[Record]:
             [{"text": "one, two", "label": "x"}, {"text": "three", "label": "y"}],
             3,
         ),
+        ("a.csv", "text;label\none, two;x\n", [{"text": "one, two", "label": "x"}], 2),
+        ("a.tsv", "text\tlabel\none\tx\n", [{"text": "one", "label": "x"}], 2),
         ("a.csv", "\ufefftext\na\n", [{"text": "a"}], 2),  # as Excel writes it
         ("a.txt", "a\nb\n", [{"text": "a\nb\n"}], None),
         ("a.json", '[\n {"text": "a"},\n {"text":\n "b"}]', [{"text": "a"}, {"text": "b"}], 3),
@@ -227,9 +229,14 @@ def test_pairs_and_judged_answers_are_recognised(before: dict[str, Any]) -> None
         content = forms("pair").read(record({**before, "chosen": chosen, "rejected": "b"}))
         assert content.messages == [ASKED]
         assert content.answers[0] == [SAID]
-    judged = {"prompt": "q", "completion": "a", "label": "False"}
-    content = forms("judged").read(record(judged))
-    assert (content.messages, content.answers, content.desirable) == ([ASKED], ([SAID],), False)
+    for said in (
+        {"prompt": "q", "completion": "a"},
+        {"messages": [ASKED, SAID]},
+        {"conversations": TURNS},
+        {"instruction": "q", "output": "a"},
+    ):
+        content = forms("judged", "pair").read(record({**said, "label": "False"}))
+        assert (content.messages, content.answers, content.desirable) == ([ASKED], ([SAID],), False)
 
 
 def test_calls_of_tools_and_own_names_of_fields_are_read() -> None:
@@ -255,7 +262,10 @@ def test_calls_of_tools_and_own_names_of_fields_are_read() -> None:
         ({"instruction": "q", "output": ""}, r"the field 'output' is empty\. Remove"),
         ({"instruction": "q", "output": "a", "history": ["q"]}, r"'history' is no list of pairs"),
         ({"question": "q", "answer": None, "response": 3}, r"field 'answer' is null \(question/an"),
+        ({"conversations": TURNS, "chosen": "a", "rejected": "b"}, r"this is preference pairs"),
         ({"prompt": "q", "completion": "a", "label": False}, r"judged as unwanted .*module=kto"),
+        ({"messages": [ASKED, SAID], "label": "false"}, r"judged as unwanted .*module=kto"),
+        ({"instruction": "q", "output": "a", "kto_tag": False}, r"judged as unwanted"),
         ({"prompt": "q", "completion": 3}, r"the field 'completion' is a value of type int"),
         ({"messages": [{**ASKED, "content": 3}]}, r"content of message 1 \(user\) is neither a te"),
         ({"conversations": [{"from": ["us"], "value": "a"}]}, r"turn 1 is from \['us'\]"),
