@@ -24,7 +24,7 @@ from roundpipe_lightning.errors import ConfigurationError, FitError, RoundPipeEr
 from roundpipe_lightning.planning.cost.device_memory import size_text
 from roundpipe_lightning.planning.cost.memory import longest_that_fits
 from roundpipe_lightning.planning.cost.predict import split_samples
-from roundpipe_lightning.planning.model.hardware import HardwareSpec, MatrixRates
+from roundpipe_lightning.planning.model.hardware import HardwareSpec, MatrixRates, config_folder
 from roundpipe_lightning.planning.search.fit import (
     FitAnswer,
     TrainingJob,
@@ -319,10 +319,11 @@ def _fewer_trained(job: Job) -> Iterator[_Row]:
     if job.is_adapted:
         return
     cost = "adapters are trained, the model itself is not"
-    yield Price.TRAINABLE, "peft=lora", {"peft": _LORA}, cost
-    quantized = {**_LORA, "target_modules": "all-linear", "frozen_bits": 4}
-    cost += " and is rounded to 4 bits"
-    yield Price.TRAINABLE, "peft=qlora", {"peft": quantized}, cost
+    settings: dict[str, Any] = {}
+    for name, more in (("lora", ""), ("qlora", " and is rounded to 4 bits")):
+        content: Any = OmegaConf.to_container(OmegaConf.load(config_folder() / f"peft/{name}.yaml"))
+        settings = {k: v for k, v in {**settings, **content}.items() if k != "defaults"}
+        yield Price.TRAINABLE, f"peft={name}", {"peft": settings}, cost + more
 
 
 def _less_of_the_state(job: Job, training: TrainingJob) -> Iterator[_Row]:
@@ -359,13 +360,6 @@ def _larger_machines(training: TrainingJob) -> Iterator[_Row]:
             yield price, f"hardware={spec.name}", changes, "the same results, on other devices"
 
 
-_LORA = {
-    "_target_": "peft.LoraConfig",
-    "r": 32,
-    "lora_alpha": 64,
-    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    "frozen_bits": 16,
-}
 _HOST_ADAMW = "roundpipe_lightning.optim.HostAdamW"
 _MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.03}
 

@@ -39,28 +39,15 @@ from roundpipe_lightning.planning.schedule.stages import Partition
 
 
 class IdleCause(Enum):
-    """Causes for which a worker is idle."""
+    """Causes for which a worker is idle; docs/monitoring.md defines each."""
 
-    FILL = "fill"
-    """The worker's first action of the step: the pipeline fills."""
-
-    DRAIN = "drain"
-    """The end of the step, after its last action: the pipeline drains."""
-
-    UPLOAD = "upload"
-    """The weights of its stage: they are on their way, or their update has not ended."""
-
-    BOUNDARY = "boundary"
-    """A boundary, or its gradient: the worker that makes it has not ended, or it is on its way."""
-
-    OPTIMIZER = "optimizer"
-    """The optimizer, while no step runs."""
-
+    FILL = "fill"  # before its first action of the step
+    DRAIN = "drain"  # after its last one
+    UPLOAD = "upload"  # weights are on their way, or their update has not ended
+    BOUNDARY = "boundary"  # or its gradient: being made, or on its way
+    OPTIMIZER = "optimizer"  # while no step runs
     DATA = "data"
-    """The next batch from the data loader."""
-
-    OTHER = "other"
-    """None of these: the host between actions, and Lightning between batches."""
+    OTHER = "other"  # the host between actions, and Lightning between batches
 
     __hash__ = object.__hash__  # members are singletons; that of Enum hashes their name each time
 
