@@ -34,14 +34,14 @@ class InexactResumeWarning(UserWarning):
     """A resumed run may differ from one that was never stopped."""
 
 
-def check_versions(checkpoint: Mapping[str, Any], *, path: Any, newest: int) -> None:
-    """Refuse a checkpoint of a newer version of Lightning or of this package.
+def check_versions(checkpoint: Mapping[str, Any], *, path: Any, form: int) -> None:
+    """Refuse a checkpoint of a newer version of Lightning, or of another one of this package.
 
     Args:
-        newest: The newest form of our own part that is understood.
+        form: That of our own part.
 
     Raises:
-        CheckpointError: It is newer, or no checkpoint.
+        CheckpointError: It is of another version, or no checkpoint.
     """
     if not isinstance(dict(checkpoint).get("state_dict"), Mapping):
         raise CheckpointError(
@@ -50,12 +50,14 @@ def check_versions(checkpoint: Mapping[str, Any], *, path: Any, newest: int) -> 
         )
     ours = checkpoint.get("roundpipe")
     with reading("entry 'roundpipe'"):
-        version = 0 if ours is None else ours.get("format_version", 0)
-        if version > newest:
+        version = form if ours is None else ours.get("format_version", 0)
+        if version != form:
+            is_newer = version > form
             raise CheckpointError(
-                f"The checkpoint {path} was written by a newer roundpipe_lightning: its part has "
-                f"format_version={version}, and this version reads up to {newest}. Update "
-                "roundpipe_lightning."
+                f"The checkpoint {path} was written by {'a newer' if is_newer else 'an earlier'} "
+                f"roundpipe_lightning: its part has format_version={version}, and this version "
+                f"reads {form}. "
+                + ("Update roundpipe_lightning." if is_newer else f"Use that version, or {ANEW}")
             )
     written = checkpoint.get("pytorch-lightning_version")
     here = Version(lightning.__version__)

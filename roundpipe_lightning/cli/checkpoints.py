@@ -105,7 +105,7 @@ def trained_module(config: DictConfig, checkpoint: Path | None) -> LightningModu
     if checkpoint is None:
         return _build_module(given)
     content = read_checkpoint(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    check_versions(content, path=checkpoint, newest=CHECKPOINT_VERSION)
+    check_versions(content, path=checkpoint, form=CHECKPOINT_VERSION)
     module = _build_module(given, has_base=not left_out(content))
     load_state(module, content, strict=True, assign=True)
     for part in module.modules():

@@ -864,7 +864,7 @@ class RoundPipeStrategy(OneProcessStrategy):
             self._runtime.updater.forget()
             self._runtime.make_whole()
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        check_versions(checkpoint, path=checkpoint_path, newest=CHECKPOINT_VERSION)
+        check_versions(checkpoint, path=checkpoint_path, form=CHECKPOINT_VERSION)
         self._loaded = checkpoint.pop(CHECKPOINT_KEY, None)
         return checkpoint
 

@@ -117,17 +117,6 @@ def test_nothing_of_ours_disturbs_lightnings_own_parts(tmp_path: Path) -> None:
     assert states["state"].keys() == expected["state"].keys()
 
 
-def test_checkpoint_of_the_first_version_is_read(tmp_path: Path) -> None:
-    expected = _fit(tmp_path / "expected", "roundpipe", num_epochs=3)
-    _fit(tmp_path, "roundpipe", num_epochs=2)
-    path = tmp_path / "x.ckpt"
-    checkpoint = torch.load(path)
-    kept = {key: checkpoint["roundpipe"][key] for key in ("random_state", "planning")}
-    torch.save({**checkpoint, "roundpipe": {"format_version": 1, **kept}}, path)
-    module = _fit(tmp_path / "rest", "roundpipe", num_epochs=3, ckpt_path=path)
-    assert parameter_error(module, expected) < 1e-6
-
-
 # What does not fit -------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ class HostRandomness:
 
     torch: Any  # torch's state, uint8; a numpy array on its way between processes
     python: Any  # `random.getstate()`
-    numpy: Any  # `numpy.random.get_state()`, or None: a checkpoint may have none
+    numpy: Any  # `numpy.random.get_state()`
 
     @classmethod
     def now(cls) -> HostRandomness:
@@ -37,35 +37,30 @@ class HostRandomness:
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
-        if self.numpy is not None:
-            np.random.set_state(self.numpy)  # noqa: NPY002
+        np.random.set_state(self.numpy)  # noqa: NPY002
 
     def packed(self) -> dict[str, Any]:
         version, words, gauss = self.python
-        state: dict[str, Any] = {
+        _, numbers, position, has_gauss, numpy_gauss = self.numpy
+        return {
             "torch": self.torch,
             "python": {"version": version, "words": _tensor(words), "gauss": gauss},
-        }
-        if self.numpy is not None:
-            _, words, position, has_gauss, gauss = self.numpy
-            state["numpy"] = {
-                "words": _tensor(words.tolist()),
+            "numpy": {
+                "words": _tensor(numbers.tolist()),
                 "position": int(position),
                 "has_gauss": int(has_gauss),
-                "gauss": float(gauss),
-            }
-        return state
+                "gauss": float(numpy_gauss),
+            },
+        }
 
     @classmethod
     def unpacked(cls, state: Mapping[str, Any]) -> HostRandomness:
-        python, saved, numpy = state["python"], state.get("numpy"), None
-        if saved is not None:
-            words = saved["words"].to(torch.uint32).numpy()
-            numpy = ("MT19937", words, saved["position"], saved["has_gauss"], saved["gauss"])
+        python, numpy = state["python"], state["numpy"]
+        words = numpy["words"].to(torch.uint32).numpy()
         return cls(
             torch=state["torch"].cpu(),
             python=(python["version"], tuple(python["words"].tolist()), python["gauss"]),
-            numpy=numpy,
+            numpy=("MT19937", words, numpy["position"], numpy["has_gauss"], numpy["gauss"]),
         )
 
 

@@ -22,9 +22,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from roundpipe_lightning.checkpoint.compatibility import ANEW, InexactResumeWarning, reading
+from roundpipe_lightning.checkpoint.compatibility import InexactResumeWarning, reading
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
-from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.strategy import compat
 from roundpipe_lightning.strategy.compat import ResultMetadata, ResultMetric, ResultSync
 from roundpipe_lightning.strategy.resume.data_position import PositionedLoader, position_of
@@ -44,9 +43,6 @@ from roundpipe_lightning.strategy.resume.randomness import (
     random_state,
     set_random_state,
 )
-
-_LOADERS_SINCE = 3
-"""First format whose places in the data are in our part, and not among loaders' states."""
 
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
@@ -164,25 +160,11 @@ class ResumePoint:
         return {name: value.grad for name, value in named if value.grad is not None}
 
     def load(self, trainer: Trainer, state: Mapping[str, Any], loops: Mapping[str, Any]) -> None:
-        """Restore what can be before the data is set up.
-
-        Args:
-            state: What `state` returned, or what an earlier version did.
-
-        Raises:
-            CheckpointError: Lightning would have to load what an earlier version left to it.
-        """
+        """Restore what can be before the data is set up: of what `state` returned."""
         set_random_state(state["random_state"])
-        if "place" not in state:
-            return
         self._loaded, self._latest = state, (trainer, state["logged"])
         fit_loop = loops.get("fit_loop", {}).get("state_dict", {})
         self._stateful = list(fit_loop.get("combined_loader", ()))
-        if self._stateful and state.get("format_version", 0) < _LOADERS_SINCE:
-            raise CheckpointError(
-                "The checkpoint was written by an earlier version of roundpipe_lightning, which "
-                f"kept the place in the data elsewhere: resume with that version, or {ANEW}"
-            )
         restore_progress(trainer, LoopPosition(state["place"]))
         is_asked = restore_stop(trainer, state.get("stop", {}))
         self._put_back = defer_limits(trainer, LoopPosition(state["place"]), is_asked=is_asked)
