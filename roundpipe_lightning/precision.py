@@ -25,7 +25,6 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -165,23 +164,23 @@ class RoundPipePrecision(Precision):
     # Process-wide state and conversions, for Lightning ------------------------------------------
 
     @property
-    def _casts_masters(self) -> bool:
-        return str(self.precision) in _TRUE_DTYPES and self.precision != "32-true"
+    def _plain(self) -> Precision:
+        """Lightning's plugin for masters of this dtype."""
+        match str(self.precision):
+            case "64-true":
+                return DoublePrecision()
+            case "bf16-true" | "16-true" as half:
+                return HalfPrecision(half)
+        return Precision()
 
     def convert_module(self, module: Module) -> Module:
-        if not self._casts_masters:
-            return module
-        # `double` leaves the states of metrics alone, `to` casts them; so do Lightning's plugins.
-        wide = self.master_dtype is torch.float64
-        return module.double() if wide else module.to(dtype=self.master_dtype)
+        return self._plain.convert_module(module)
 
     def convert_input(self, data: Any) -> Any:
-        if not self._casts_masters:
-            return data
-        return apply_to_collection(data, function=_cast, dtype=Tensor, dst_type=self.master_dtype)
+        return self._plain.convert_input(data)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return _default_dtype(self.master_dtype) if self._casts_masters else nullcontext()
+        return self._plain.tensor_init_context()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         return self.tensor_init_context()
@@ -289,20 +288,6 @@ class RoundPipePrecision(Precision):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.scaler is not None and checkpoint.get(_LIGHTNINGS_MIXED_KEY):
             self.scaler.load_state_dict(checkpoint[_LIGHTNINGS_MIXED_KEY])
-
-
-def _cast(tensor: Tensor, *, dst_type: torch.dtype) -> Tensor:
-    return tensor.to(dst_type) if tensor.is_floating_point() else tensor
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _unscales_by_itself(optimizer: Any) -> bool:

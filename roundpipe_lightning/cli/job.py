@@ -192,9 +192,6 @@ class Job:
             mixed = "bf16-mixed" if self._computes_in_bfloat16() else "16-mixed"
             trainer.precision = "32-true" if self.computes_on_host else mixed
         precision, strategy = trainer.get("precision"), trainer.get("strategy")
-        if isinstance(strategy, DictConfig) and strategy.get("upload_dtype") == "auto":
-            formats = {} if self.computes_on_host else {"bf16-mixed": "bf16", "16-mixed": "fp16"}
-            strategy.upload_dtype = formats.get(precision)
         if isinstance(strategy, DictConfig):
             is_whole = getattr(get_object(self.config.module["_target_"]), "whole_batches", False)
             if strategy.get("microbatching", "") is None:

@@ -34,7 +34,7 @@ HintSource: TypeAlias = PartitionHints | Mapping[str, Any] | None
 
 _KNOWN_WORDS: Mapping[str, Sequence[str | None]] = {
     "update": ("exact", "async"),
-    "upload_dtype": ("bf16", "fp16", None),
+    "upload_dtype": ("auto", "bf16", "fp16", None),
     "gradient_dtype": ("fp32", "bf16", None),
     "recompute": ("auto", *(policy.value for policy in RecomputePolicy)),
     "loss": ("auto", "fused", "eager"),
@@ -69,7 +69,7 @@ class Options:
     replan: bool = True
     dry_run: bool = True
     compile: bool = False
-    upload_dtype: str | None = None
+    upload_dtype: str | None = "auto"
     gradient_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -200,6 +200,8 @@ def upload_dtype_of(options: Options, precision: RoundPipePrecision) -> torch.dt
     """The dtype of uploaded copies, None: masters; ConfigurationError if precision has another."""
     if options.upload_dtype is None:
         return None
+    if options.upload_dtype == "auto":
+        return precision.autocast_dtype
     dtype = _DTYPES[options.upload_dtype]
     if precision.autocast_dtype is not dtype:
         raise ConfigurationError(

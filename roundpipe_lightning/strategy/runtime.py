@@ -141,7 +141,8 @@ class PipelineRuntime:
         self._precision = precision
         self._options = options
         self._optimizers = tuple(optimizers)
-        self._upload_dtype = upload_dtype_of(options, precision)
+        dtype = upload_dtype_of(options, precision)
+        self._upload_dtype = dtype if module.automatic_optimization else None
         self._stacks = find_stacks(module, options.block_names)
         if not self._stacks:
             warnings.warn(

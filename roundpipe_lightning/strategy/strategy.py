@@ -150,10 +150,10 @@ class RoundPipeStrategy(OneProcessStrategy):
         exclude_frozen_parameters: Whether checkpoints leave out what is not trained. The module
             must then build its base by itself, in `__init__` or `configure_model`, before one is
             loaded; another base is refused.
-        upload_dtype: For `Trainer(precision="bf16-mixed")`, `"bf16"`: matrices of blocks, and of
+        upload_dtype: With `Trainer(precision="bf16-mixed")`, `"bf16"`: matrices of blocks, and of
             an LM head that is not tied, are rounded on the host, once per update, and uploaded in
-            half the bytes; see docs/precision.md.
-            `"fp16"` with `16-mixed`. None: they are uploaded as they are.
+            half the bytes, where autocast would round them; see docs/precision.md. `"fp16"` with
+            `16-mixed`. `"auto"`: as the precision is. None: they are uploaded as they are.
         gradient_dtype: What gradients are summed up in on the host, over rounds and batches:
             `"fp32"` or `"bf16"`; None: the parameters' dtype. See docs/updates.md.
         stochastic_rounding: For `Trainer(precision="bf16-true")`: the optimizer steps in float32
@@ -195,7 +195,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         dry_run: bool = True,
         compile: bool = False,  # noqa: A002 - the word that Lightning users know
         exclude_frozen_parameters: bool = False,
-        upload_dtype: str | None = None,
+        upload_dtype: str | None = "auto",
         gradient_dtype: str | None = None,
         stochastic_rounding: bool = False,
         accelerator: Accelerator | None = None,

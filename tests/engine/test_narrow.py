@@ -94,8 +94,27 @@ def test_half_the_bytes_and_the_same_bits_where_autocast_casts_anyway() -> None:
     assert downloaded(narrow) == downloaded(wide)
 
 
+class Scaled(Block):
+    """Uses matrices, and views of them, in operations that autocast leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.rand(3, WIDTH))
+        self.attention = nn.MultiheadAttention(WIDTH, 2, add_bias_kv=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        first, *others = self.scales.chunk(3)
+        with torch.autocast("cpu", enabled=False):
+            x = functional.linear(x.float(), self.inner.weight[:WIDTH].t()) * first
+        return super().forward(x @ self.outer.weight[:, :WIDTH].t()) + others[0][0].exp()
+
+
 class Past(Regressor):
-    """Uses weights of layers outside the blocks past autocast."""
+    """Uses weights past autocast, inside the blocks and outside."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks, make_block=Scaled)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -106,7 +125,7 @@ class Past(Regressor):
         return functional.mse_loss(found, y) + self.tail.weight.norm()
 
 
-def test_layers_outside_the_blocks_are_whole_where_autocast_would_not_round_them() -> None:
+def test_weights_are_whole_where_autocast_would_not_round_them() -> None:
     module: Any = Past(2)
     results = []
     for dtype in (None, torch.bfloat16):
@@ -114,34 +133,6 @@ def test_layers_outside_the_blocks_are_whole_where_autocast_would_not_round_them
         with opened(twin, dtype) as engine:
             result = step(engine)
         results.append((result.losses, by_name(twin, result)))
-    (losses, gradients), (expected_losses, expected) = results
-    assert all(map(torch.equal, losses, expected_losses))  # type: ignore[arg-type]
-    assert same(gradients, expected)
-
-
-class Scaled(Block):
-    """Uses a matrix in an operation that autocast leaves alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(1, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
-def test_elsewhere_it_is_the_module_whose_matrices_were_cast_first() -> None:
-    module: Any = Regressor(2, make_block=Scaled)
-    cast = copy.deepcopy(module)
-    for parameter in cast.parameters():
-        if parameter.dim() == 2:
-            parameter.data = parameter.data.bfloat16()
-            parameter.grad_dtype = torch.float32
-    results = []
-    for one, dtype in ((module, torch.bfloat16), (cast, None)):
-        with opened(one, dtype) as engine:
-            result = step(engine)
-        results.append((result.losses, by_name(one, result)))
     (losses, gradients), (expected_losses, expected) = results
     assert all(map(torch.equal, losses, expected_losses))  # type: ignore[arg-type]
     assert same(gradients, expected)

@@ -101,10 +101,8 @@ def test_uploads_of_half_the_bytes_train_the_same(
     tmp_path: Path, make: Any, update: str, callbacks: Any, uploaded: list[int]
 ) -> None:
     modules = []
-    for dtype in (None, "bf16"):
-        strategy = EmulatedStrategy(
-            num_microbatches=2, dry_run=False, update=update, upload_dtype=dtype
-        )
+    for options in ({"upload_dtype": None}, {}):
+        strategy = EmulatedStrategy(num_microbatches=2, dry_run=False, update=update, **options)
         module, _ = train(
             tmp_path, strategy, make, precision="bf16-mixed", callbacks=callbacks, devices=2
         )
@@ -236,7 +234,12 @@ def test_parameters_are_put_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "flags", "make", "message"),
     [
-        ({"upload_dtype": "int8"}, {}, None, r"upload_dtype='int8': set 'bf16', 'fp16' or None"),
+        (
+            {"upload_dtype": "int8"},
+            {},
+            None,
+            r"upload_dtype='int8': set 'auto', 'bf16', 'fp16' or None",
+        ),
         ({"gradient_dtype": "fp8"}, {}, None, r"gradient_dtype='fp8': set 'fp32', 'bf16' or None"),
         (
             {"upload_dtype": "bf16"},

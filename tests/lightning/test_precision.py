@@ -279,7 +279,7 @@ def test_bytes_per_parameter(tmp_path: Path, name: str) -> None:
     module = _Measured()
     trainer = make_trainer(
         tmp_path,
-        strategy=EmulatedStrategy(num_microbatches=2, dry_run=False),
+        strategy=EmulatedStrategy(num_microbatches=2, dry_run=False, upload_dtype=None),
         plugins=[plugin],
         max_steps=2,
     )

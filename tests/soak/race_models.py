@@ -7,6 +7,7 @@ of a step's microbatches are exact in float32 and have one result in whatever or
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -51,16 +52,17 @@ class Dense(nn.Module):
 
     Attributes:
         rounds: Whether it computes with its weight rounded to bfloat16, as a copy of it is.
+        takes_copy: Whether it gets that copy, by a `Function` of its own, and not whole values.
     """
 
     def __init__(self, inputs: int = WIDTH, outputs: int = WIDTH) -> None:
         super().__init__()
-        self.rounds = False
+        self.rounds = self.takes_copy = False
         self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
         self.bias = nn.Parameter(torch.randn(outputs) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
+        weight: Tensor = exact(self.weight) if self.takes_copy else self.weight
         if self.rounds:
             weight = weight.to(torch.bfloat16).to(x.dtype)
         return functional.linear(x, exact(weight), exact(self.bias))
@@ -172,8 +174,8 @@ class RaceModel(nn.Module):
         self.second = nn.ModuleList(self._block(i, crossed=True) for i in range(spec.num_second))
         blocks = [*self.first, *self.second]
         layers = [[m for m in block.modules() if isinstance(m, Dense)] for block in blocks]
-        for layer in (self.head, self.tail, *(layer for some in layers for layer in some)):
-            layer.rounds = spec.rounds
+        for number, layer in enumerate((self.head, self.tail, *itertools.chain(*layers))):
+            layer.rounds, layer.takes_copy = spec.rounds, bool(number % 3)
         if spec.shares and len(blocks) > 1:
             layers[-1][-1].weight = layers[0][-1].weight
         if spec.tied:

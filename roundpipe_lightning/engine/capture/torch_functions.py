@@ -1,16 +1,24 @@
-"""Torch's functions by their names, and what is around them in a thread: modes and autocast."""
+"""Torch's functions by their names, and what is around them in a thread: modes and autocast.
+
+Where weights were rounded before the upload, functions that autocast would run with rounded ones
+anyway take them as they are; others get the weights' own values (`RoundedLeaves`).
+"""
 
 from __future__ import annotations
 
 # ruff: noqa: SLF001 - PyTorch has no public way to the stack of modes
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import Context
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 
 #: Functions that ask about a tensor and give no tensor that its gradient flows through.
 QUESTIONS = frozenset(
@@ -197,3 +205,114 @@ def without_autocast() -> AbstractContextManager[Any]:
     if not torch._C._is_any_autocast_enabled():  # the public way asks for each device
         return nullcontext()
     return autocast_as([replace(state, enabled=False) for state in autocast_now()])
+
+
+# --- weights that were rounded --------------------------------------------------------------------
+
+#: Functions that autocast runs with rounded operands, on every kind of device.
+_ROUND = frozenset(
+    """
+    __matmul__ __rmatmul__ addmm baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+    conv_transpose3d linear matmul mm multi_head_attention_forward
+    """.split()
+)
+#: Functions that do not compute with values, beside questions.
+_WITHOUT_VALUES = frozenset(
+    """
+    __deepcopy__ __set__ data_ptr register_post_accumulate_grad_hook share_memory_ untyped_storage
+    """.split()
+)
+#: Functions that give views.
+_VIEWS = frozenset(
+    """
+    T __getitem__ chunk expand flatten mT narrow permute select split squeeze swapaxes t transpose
+    unbind unsqueeze view
+    """.split()
+)
+
+
+class _Whole(torch.autograd.Function):
+    """A weight's own values in place of its rounded leaf, which gets their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, values: Tensor) -> Tensor:  # noqa: ARG004
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return gradient, None
+
+
+class RoundedLeaves:
+    """Leaves of weights that were rounded.
+
+    Args:
+        whole: Returns a parameter's own values; given its leaf, too.
+
+    Attributes:
+        masters: What each leaf stands for, by its identity.
+        are_made_whole: Whether an operation has got own values since `forget_views`.
+    """
+
+    def __init__(self, whole: Callable[[nn.Parameter, Tensor], Tensor]) -> None:
+        self.masters: dict[int, nn.Parameter] = {}
+        self.are_made_whole = False
+        self._values_of = whole
+        self._values: dict[int, Tensor] = {}
+        self._views: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}  # keeps their identities
+
+    @property
+    def has_views(self) -> bool:
+        return bool(self._views)
+
+    def forget_views(self) -> None:
+        self._views.clear()
+        self.are_made_whole = False
+
+    def add(self, leaves: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        for parameter, leaf in leaves.items():
+            if leaf.dtype is not parameter.dtype:
+                self.masters[id(leaf)] = parameter
+
+    def replaced(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, *, device_type: str
+    ) -> tuple[Any, Any, Any]:
+        """Return what a function gives if it gives a view, else `NotImplemented`; its arguments."""
+        name = name_of(func)
+        if not self.masters or name in QUESTIONS or name in _WITHOUT_VALUES:
+            return NotImplemented, args, kwargs
+        tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
+        rounded = {x.dtype for x in tensors if self._is_rounded(x)}
+        if not rounded:
+            return NotImplemented, args, kwargs
+        if name in _VIEWS:
+            result = func(*args, **kwargs)
+            for number, view in enumerate([result] if isinstance(result, Tensor) else result):
+                self._views[id(view)] = view, partial(self._view, func, args, kwargs, number)
+            return result, args, kwargs
+        others = {x.dtype for x in tensors if not self._is_rounded(x)}
+        rounds = name in _ROUND and torch.is_autocast_enabled(device_type)
+        # A product with other operands than rounded ones would fail.
+        if others == rounded or (rounds and rounded == {torch.get_autocast_dtype(device_type)}):
+            return NotImplemented, args, kwargs
+        self.are_made_whole = True
+        return NotImplemented, *map_tensors(self._made_whole, (args, kwargs))
+
+    def _is_rounded(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.masters or id(tensor) in self._views
+
+    def _made_whole(self, tensor: Tensor) -> Tensor:
+        key = id(tensor)
+        if key in self._views:
+            return self._views[key][1]()
+        if key not in self.masters:
+            return tensor
+        if key not in self._values:
+            self._values[key] = self._values_of(self.masters[key], tensor)
+        whole: Tensor = _Whole.apply(tensor, self._values[key])  # type: ignore[no-untyped-call]
+        return whole
+
+    def _view(self, func: Callable[..., Any], args: Any, kwargs: Any, number: int) -> Tensor:
+        args, kwargs = map_tensors(self._made_whole, (args, kwargs))
+        result: Any = func(*args, **kwargs)
+        return result if isinstance(result, Tensor) else result[number]

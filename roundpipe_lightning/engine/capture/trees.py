@@ -97,10 +97,3 @@ def parameters_in(module: nn.Module) -> list[nn.Parameter]:
             found += [p for p in one._parameters.values() if p is not None]  # noqa: SLF001
             left += one._modules.values()  # noqa: SLF001
     return found
-
-
-def containers_in(node: Any) -> Iterator[list[Any] | dict[Any, Any]]:
-    if isinstance(node, list | dict):
-        yield node
-    for _, child in children_of(node):
-        yield from containers_in(child)

@@ -398,6 +398,8 @@ class ForwardPass:
                 compiler.add_drawing(call.name)
             if compiler is not None and resident.assigns_buffers(call.block):
                 compiler.exclude(call.name, "it assigns a buffer anew")
+            if compiler is not None and resident.rounded.are_made_whole:
+                compiler.exclude(call.name, "it uses a weight where autocast does not round it")
         device = self.turns.worker.device
         if self._checks or device.shares_host_memory:
             call.check(outcome, device)

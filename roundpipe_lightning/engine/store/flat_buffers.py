@@ -332,8 +332,15 @@ def narrow_parameters(module: nn.Module, blocks: Collection[nn.Module]) -> set[n
     return {
         p
         for p in (*heads, *inside)
-        if uses[p] == 1 and p.requires_grad and p.dtype is torch.float32 and p.dim() >= 2
+        if uses[p] == 1 and p.requires_grad and p.dtype is torch.float32 and _is_matrix(p)
     }
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    """Return whether it is no vector, such as the (1, 1, width) that attention adds to its keys."""
+    return parameter.dim() == 2 or (
+        parameter.dim() > 2 and parameter.numel() > max(parameter.shape)
+    )
 
 
 def modules_outside(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[nn.Module]:

@@ -12,6 +12,7 @@ one block's.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -205,7 +206,7 @@ class HostStore:
             raise ConfigurationError(
                 f"A parameter of a block, of shape {tuple(parameter.shape)}, is read outside its "
                 "block for the first time now, when each of several hosts has a part of it. Read "
-                "it in the first step, too, or leave upload_dtype out; see docs/nodes.md."
+                "it in the first step, too, or set upload_dtype=None; see docs/nodes.md."
             )
         self.read_whole.add(parameter)
 
@@ -316,6 +317,21 @@ class HostStore:
     def value(self, parameter: nn.Parameter) -> Tensor:
         self._await_updates([parameter])
         return self.current_values(parameter)
+
+    def whole_values(self, parameter: nn.Parameter, rounded: Tensor, *, device: Device) -> Tensor:
+        """Upload a parameter's own values, where rounded ones have been uploaded.
+
+        With `update="async"` there are those of the next step alone: the rounded ones have to do.
+        """
+        if not self.previous:
+            return device.upload(self.value(parameter))
+        warnings.warn(
+            f"A weight of shape {tuple(parameter.shape)} is used where autocast does not round it, "
+            "and has been rounded to 16 bits: with update='async' its own values are not kept. Set "
+            "RoundPipeStrategy(upload_dtype=None), or update='exact'.",
+            stacklevel=2,
+        )
+        return rounded.detach().to(parameter.dtype)
 
     @property
     def _served(self) -> Mapping[nn.Parameter, Tensor]:

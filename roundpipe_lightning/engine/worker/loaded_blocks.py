@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
+from roundpipe_lightning.engine.capture.torch_functions import RoundedLeaves
 from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.capture.view import (
     DELETED,
@@ -236,6 +238,7 @@ class ResidentBlocks:
         self._microbatches: list[int] = []
         self._leaves: dict[nn.Parameter, nn.Parameter] = {}
         self._renewed: dict[nn.Parameter, int] = {}  # by `HostStore.rewritten`
+        self.rounded = RoundedLeaves(partial(store.whole_values, device=device))
         self._placed: dict[nn.Module, tuple[nn.Parameter, ...]] = {}  # in the order of the layout
         keeps = kind is not StageKind.BACKWARD
         self._buffers = PlacedBuffers(device, keep_writes=keeps, refuses=refuses)
@@ -274,6 +277,8 @@ class ResidentBlocks:
         if self._store.shared:  # another block here may have some of them, too
             leaves = {p: self._leaves.get(p, leaf) for p, leaf in leaves.items()}
         self._leaves.update(leaves)
+        if self._store.copies is not None:
+            self.rounded.add(leaves)
         self._placed[block] = tuple(leaves.values())
         self.num_bytes += region.layout.form.num_bytes
 
@@ -285,6 +290,7 @@ class ResidentBlocks:
             if parameter.requires_grad:
                 sum_wide(leaf, gradient_dtype(parameter))
             self._leaves[parameter] = leaf
+            self.rounded.add({parameter: leaf})
             self.num_bytes += leaf.nbytes
 
     def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:

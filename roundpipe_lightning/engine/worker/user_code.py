@@ -37,6 +37,7 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     METADATA,
     QUESTIONS,
     ModeStack,
+    RoundedLeaves,
     name_of,
     without_autocast,
 )
@@ -51,9 +52,6 @@ from roundpipe_lightning.errors import CaptureError, ConfigurationError
 
 #: Functions that ask nothing of a tensor's values, or that leave its graph.
 _WITHOUT_VALUES = METADATA | {"detach"}
-
-#: Functions that autocast runs with rounded operands.
-_ROUND = frozenset("linear matmul mm __matmul__ __rmatmul__".split())
 
 #: Types of arguments that neither are parameters nor hold some.
 _NO_MASTERS = frozenset({Tensor, int, float, bool, str, slice, type(None), torch.dtype})
@@ -133,8 +131,7 @@ class UserCode(TorchFunctionMode):
         self._masters = frozenset(map(id, parameters_in(module)))  # hashes of tensors are slow
         self._gathers = False
         self.leaves: dict[tuple[int, nn.Parameter], nn.Parameter] = {}
-        #: Those that were rounded, with leaves of the whole values where these were used.
-        self._rounded: dict[nn.Parameter, nn.Parameter | None] = {}
+        self._rounded = RoundedLeaves(lambda p, leaf: self._worker().whole_values(p, leaf))
         self._streamed: set[nn.Parameter] = set()
         self._buffers: dict[int, PlacedBuffers] = {}
         self.maker = ViewMaker(
@@ -162,8 +159,7 @@ class UserCode(TorchFunctionMode):
                 leaf = nn.Parameter(values, requires_grad=parameter.requires_grad)
                 sum_wide(leaf, gradient_dtype(parameter))
                 self.leaves[key] = leaf
-                if leaf.dtype is not parameter.dtype:
-                    self._rounded[leaf] = None
+                self._rounded.add({parameter: leaf})
         return self.leaves[key]
 
     def _leaf_to_write(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -237,8 +233,9 @@ class UserCode(TorchFunctionMode):
                 if leaf.dtype is not parameter.dtype:
                     raise ConfigurationError(
                         f"training_step writes into the parameter {self._name_of(parameter)!r}, "
-                        "which workers have rounded to 16 bits: leave upload_dtype out (on the "
-                        "command line trainer.strategy.upload_dtype=null)."
+                        "which workers have rounded to 16 bits: set "
+                        "RoundPipeStrategy(upload_dtype=None), on the command line "
+                        "trainer.strategy.upload_dtype=null."
                     )
                 if not self.may_write or (
                     id(parameter) in self._masters and not worker.rewrite(parameter, leaf)
@@ -261,27 +258,24 @@ class UserCode(TorchFunctionMode):
         """Take the gradients of all leaves from them, by the number of the worker."""
         found: dict[int, Gradients] = {}
         for (worker, parameter), leaf in self.leaves.items():
-            for one in (leaf, self._rounded.get(leaf)):
-                if one is not None and one.grad is not None:
-                    fold(found.setdefault(worker, {}), {parameter: one.grad})
-                    one.grad = None
+            if leaf.grad is not None:
+                fold(found.setdefault(worker, {}), {parameter: leaf.grad})
+                leaf.grad = None
         return found
 
     def leaves_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
-        mine = [leaf for (_, known), leaf in self.leaves.items() if known is parameter]
-        return [*mine, *(whole for leaf in mine if (whole := self._rounded.get(leaf)) is not None)]
+        return [leaf for (_, known), leaf in self.leaves.items() if known is parameter]
 
     def close(self) -> None:
         """Break the circles of references, so that memory is free at once. Nothing works after."""
         self._classes.end_swaps()
         self.maker.close()
         self.leaves.clear()
-        self._rounded.clear()
         self._buffers.clear()
         self._streamed.clear()
         self.side_outputs.clear()
         self.stream = self.cut = self.check_gradient = None
-        del self._worker, self.before_write, self._parameter_writes
+        del self._worker, self._rounded, self.before_write, self._parameter_writes
 
     # ----------------------------------------------------------------------------------- places
 
@@ -335,6 +329,7 @@ class UserCode(TorchFunctionMode):
                 self._refuse_write(resident.original_of(written))
         finally:
             self._resident, self._gathers = None, False
+            resident.rounded.forget_views()
             self.side_outputs.end_block()
             self._parameter_writes = outer
             inner.take_written()
@@ -356,18 +351,20 @@ class UserCode(TorchFunctionMode):
             values = self._parameter_writes.note(func, args)
             if values is not None:
                 return values
+        answer: Any = NotImplemented
         if self._modes.is_active:
             answer, args, kwargs = self._outside_blocks(func, args, kwargs)
-            if answer is not NotImplemented:
-                return answer
         elif self._resident is not None:
-            if kwargs or not _NO_MASTERS.issuperset(map(type, args)):
-                args, kwargs = self._on_resident_leaves(args, kwargs)
+            rounded = self._resident.rounded
+            if rounded.has_views or kwargs or not _NO_MASTERS.issuperset(map(type, args)):
+                answer, args, kwargs = self._on_resident_leaves(func, args, kwargs, rounded)
             if self._gathers and (name := name_of(func)) not in QUESTIONS | KEEP_PLACE:
                 args, kwargs = self._brought_together(name, args, kwargs, leaf=lambda x: x)
             if self.side_outputs.looks_at_arguments:
                 self.side_outputs.check(args)
                 self.side_outputs.check(kwargs.values())
+        if answer is not NotImplemented:
+            return answer
         stream = self.stream
         if stream is None:
             return func(*args, **kwargs)
@@ -390,8 +387,9 @@ class UserCode(TorchFunctionMode):
             return func(*args, **kwargs), args, kwargs
         if self.cut is not None and name not in _WITHOUT_VALUES:
             args, kwargs = self._cut_off(self.cut, name, args, kwargs)
-        if self._rounded:
-            args, kwargs = self._with_whole_values(name, args, kwargs)
+        answer, args, kwargs = self._with_whole_values(func, args, kwargs, self._rounded)
+        if answer is not NotImplemented:
+            return answer, args, kwargs
         if self._crosses and name not in KEEP_PLACE:
             args, kwargs = self._brought_together(name, args, kwargs, leaf=self._leaf_for)
         else:
@@ -422,40 +420,20 @@ class UserCode(TorchFunctionMode):
         return found
 
     def _with_whole_values(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put whole values in for rounded ones, unless the operation rounds them itself."""
-        tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
-        dtypes = {x.dtype for x in tensors if x in self._rounded}
-        if not dtypes or {x.dtype for x in tensors if x not in self._rounded} == dtypes:
-            return args, kwargs  # a product with other operands than rounded ones would fail
+        self, func: Any, args: Any, kwargs: Any, rounded: RoundedLeaves
+    ) -> tuple[Any, Any, Any]:
+        if not rounded.masters:
+            return NotImplemented, args, kwargs
         kind = self._worker().device.torch_device.type
-        rounds = name in _ROUND and torch.is_autocast_enabled(kind)
-        if rounds and dtypes == {torch.get_autocast_dtype(kind)}:
-            return args, kwargs
-        found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
-            lambda x: self._whole(x) if x in self._rounded else x, (args, kwargs)
-        )
-        return found
-
-    def _whole(self, leaf: Any) -> nn.Parameter:
-        """Return a leaf of a parameter's own values where another one has rounded ones."""
-        whole = self._rounded[leaf]
-        if whole is None:
-            index, parameter = next(key for key, known in self.leaves.items() if known is leaf)
-            with self.suspended():
-                values = self._workers[index].whole_values(parameter)
-                whole = nn.Parameter(values, requires_grad=leaf.requires_grad)
-            self._rounded[leaf] = whole
-        return whole
+        return rounded.replaced(func, args, kwargs, device_type=kind)
 
     def _on_resident_leaves(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, func: Any, args: Any, kwargs: Any, rounded: RoundedLeaves
+    ) -> tuple[Any, Any, Any]:
         args = tuple([self._resident_leaf_for(x) for x in args])
         if kwargs:
             kwargs = {key: self._resident_leaf_for(x) for key, x in kwargs.items()}
-        return args, kwargs
+        return self._with_whole_values(func, args, kwargs, rounded)
 
     def _resident_leaf_for(self, value: Any) -> Any:
         """Return the stage's leaf of a master that a block reaches past its stand-in.

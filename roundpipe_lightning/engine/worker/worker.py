@@ -202,9 +202,8 @@ class Worker:
             self._outside[parameter] = self.device.upload(self._store.value(parameter)).data
         return self._outside[parameter]
 
-    def whole_values(self, parameter: nn.Parameter) -> Tensor:
-        """Upload a parameter's own values where others have been, in 16 bits."""
-        return self.device.upload(self._store.value(parameter).to(parameter.dtype))
+    def whole_values(self, parameter: nn.Parameter, rounded: Tensor) -> Tensor:
+        return self._store.whole_values(parameter, rounded, device=self.device)
 
     def rewrite(self, parameter: nn.Parameter, values: Tensor) -> bool:
         return self._store.rewrite(parameter, self.device.download(values.detach()))

@@ -128,7 +128,7 @@ class StepPlanner:
             self.machine = replace(self.machine, memory_share=options.memory_share)
         self._accumulates, self._clips = accumulates, clips
         rounds = precision.stochastic_rounding
-        moves = optimizers and not computes_on_host
+        moves = optimizers and module.automatic_optimization and not computes_on_host
         upload_dtype = upload_dtype_of(options, precision) if moves else None
         self._sizes = TransferSizes(module, stacks, upload_dtype)
         self._storage = storage_of(

@@ -380,7 +380,7 @@ class OptimizerSync:
             raise ConfigurationError(
                 f"{describe_code(frame)} looks at parameters in {where}, where each of several "
                 "hosts has only a part of them. Look at them in a hook, set the "
-                "loader's num_workers=0, or leave upload_dtype out; see docs/nodes.md."
+                "loader's num_workers=0, or set upload_dtype=None; see docs/nodes.md."
             )
 
     def _warn(self, message: str) -> None:
