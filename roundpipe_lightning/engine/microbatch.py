@@ -30,15 +30,7 @@ from roundpipe_lightning.engine.capture.view import ViewClasses
 from roundpipe_lightning.engine.chain.backward import BackwardPass, DriverBackward, PieceBackward
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain, Link
 from roundpipe_lightning.engine.chain.forward import ForwardPass
-from roundpipe_lightning.engine.chain.joined import (
-    End,
-    Finish,
-    LastTurn,
-    Left,
-    PieceBoard,
-    PostedCall,
-    RunBackward,
-)
+from roundpipe_lightning.engine.chain.joined import PieceBoard
 from roundpipe_lightning.engine.chain.pieces import CallForms, DriverForward, PieceForward
 from roundpipe_lightning.engine.chain.segments import rows_to_come
 from roundpipe_lightning.engine.device.events import Event
@@ -369,12 +361,12 @@ class Driver(Microbatch):
 
     def _run_user_code(self, forward: ForwardPass) -> Any:
         output = super()._run_user_code(forward)
-        self.board.post(Finish())
+        self.board.post(lambda piece: piece.forward.go_to_fused_stage())
         return output
 
     def _run_step(self) -> None:
         super()._run_step()
-        self.board.post(End())
+        self.board.post(None)
         self.board.await_all()  # nobody replays what it drops now
 
 
@@ -385,29 +377,16 @@ class Piece(Microbatch):
 
     def __init__(self, context: StepContext, *, driver: Driver, index: int) -> None:
         super().__init__(context, index=index, outside=driver.user)
-        self._driver = driver
+        self.driver, self.index = driver, index
 
     def _run_step(self) -> None:
-        board, index = self._driver.board, self._index
-        forward = PieceForward(**self._forward_arguments(), piece=index)
-        self._forward = board.forwards[index] = forward
-        backward = PieceBackward(forward, collect=lambda rest: None)
+        board = self.driver.board
+        self.forward = PieceForward(**self._forward_arguments(), piece=self.index)
+        self._forward = board.forwards[self.index] = self.forward
+        self.backward = PieceBackward(self.forward, collect=lambda rest: None)
         with self.user.suspended():
-            for entry in board.entries(index):
-                match entry:
-                    case PostedCall():
-                        forward.replay(entry)
-                    case Left():
-                        forward.leave(entry)
-                    case Finish():
-                        forward.go_to_fused_stage()
-                    case RunBackward(guest=None):
-                        backward.run_range(entry)
-                    case RunBackward(guest=guest) if guest == index:
-                        with self.turns.as_guest_of(self._driver.turns):
-                            backward.run_range(entry)
-                    case LastTurn():
-                        backward.end(holds=index + 1 == board.num_pieces)
+            for entry in board.entries(self.index):
+                entry(self)
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -6,7 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -128,7 +128,7 @@ def test_errors_are_handed_over_and_the_thread_lives_on(error: BaseException) ->
     def fail() -> None:
         raise error
 
-    with _team(2) as team:
+    with closing(_team(2)) as team:
         assert team.start([lambda: None, fail], on_failure=failures.append).wait(60)
         assert [(failure.index, failure.error) for failure in failures] == [(1, error)]
         assert team.start([lambda: None] * 2, on_failure=_unexpected).wait(60)
@@ -160,7 +160,7 @@ def test_a_run_that_is_over_holds_no_task() -> None:
     def unexpected(result: Result, failure: Failure) -> None:
         _unexpected(failure)
 
-    with _team(1) as team:
+    with closing(_team(1)) as team:
         result = Result()
         note = weakref.ref(result)
         run = team.start([partial(task, result)], on_failure=partial(unexpected, result))
@@ -193,7 +193,7 @@ def test_leaving_joins_the_threads_even_after_an_error() -> None:
     before = set(threading.enumerate())
 
     def use_a_team() -> None:
-        with _team(3) as team:
+        with closing(_team(3)) as team:
             team.start([lambda: sleep(0.1)] * 3, on_failure=_unexpected)
             raise ValueError("planned")
 
@@ -479,7 +479,7 @@ def test_every_thread_works_on_the_device_of_its_worker(
         assert asked.synchronizes
         assert asked.has_timed_events
 
-    with ThreadTeam(1, name="team", prepare=lambda: None) as team:
+    with closing(ThreadTeam(1, name="team", prepare=lambda: None)) as team:
         failures: list[Failure] = []
         assert team.start([work], on_failure=failures.append).wait(PATIENCE_SECONDS)
     assert not failures

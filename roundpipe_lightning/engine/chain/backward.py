@@ -32,12 +32,14 @@ driver's turn: it is needed again for the calls below.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from roundpipe_lightning.engine.chain.forward import ForwardPass
-from roundpipe_lightning.engine.chain.joined import JoinedValue, LastTurn, RunBackward
+from roundpipe_lightning.engine.chain.joined import JoinedValue
 from roundpipe_lightning.engine.chain.pieces import DriverForward, PieceForward
 from roundpipe_lightning.engine.chain.segments import share_a_graph
 from roundpipe_lightning.engine.chain.values import BlockCall, Source, Value
@@ -228,10 +230,10 @@ class PieceBackward(BackwardPass):
 
     _forward: PieceForward
 
-    def run_range(self, entry: RunBackward) -> None:
-        """Run calls of the driver's numbers; then let others have the worker."""
-        self.run_calls(*self._forward.range_of(entry.start, entry.stop))
-        if entry.guest is None and self._turns.is_active and not self._turns.is_last:
+    def run_range(self, start: int, stop: int, *, leaves: bool = True) -> None:
+        """Run calls of the driver's numbers; then let others have the worker if it `leaves`."""
+        self.run_calls(*self._forward.range_of(start, stop))
+        if leaves and self._turns.is_active and not self._turns.is_last:
             self._turns.leave()
 
     def end(self, *, holds: bool) -> None:
@@ -258,18 +260,19 @@ class DriverBackward(BackwardPass):
         if all(one.position is None for one in posted):
             super().run_calls(start, stop)
             for piece in range(1, board.num_pieces):
-                board.post(RunBackward(start, stop, guest=piece))
+                board.post(partial(_run_as_guest, number=piece, start=start, stop=stop))
                 board.await_all()
             if turns.is_over or start:
                 return
         else:
-            board.post(RunBackward(start, stop))
+            board.post(lambda piece: piece.backward.run_range(start, stop))
             super().run_calls(start, stop)
         if start == 0 and not turns.is_over:
             turns.go_to_last()
         if turns.is_last:
             turns.end_last()
-            board.post(LastTurn())
+            # The last one waits in its last turn, whose worker the driver uses.
+            board.post(lambda piece: piece.backward.end(holds=piece.index + 1 == board.num_pieces))
             board.await_all()
             turns.borrow(board.forwards[board.num_pieces - 1].turns)
         else:
@@ -320,3 +323,10 @@ class DriverBackward(BackwardPass):
         yield from super()._taken()
         for tensor, _, _ in self._forward.slices.trained():
             yield tensor
+
+
+def _run_as_guest(piece: Any, *, number: int, start: int, stop: int) -> None:
+    """Let one piece alone run calls, in the driver's turn."""
+    if piece.index == number:
+        with piece.turns.as_guest_of(piece.driver.turns):
+            piece.backward.run_range(start, stop, leaves=False)

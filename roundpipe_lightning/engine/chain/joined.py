@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -115,34 +115,8 @@ class PostedCall:
         self.given, self.taken, self.versions = ((), {}), (), ()
 
 
-class Left(NamedTuple):
-    """Posted: the driver has left a turn, so the pieces leave theirs."""
-
-    number: int
-
-
-class Finish:
-    """Posted: the user's code has returned, no call will follow."""
-
-
-class LastTurn:
-    """Posted: end all turns; the last piece waits in its last one, whose worker the driver uses."""
-
-
-class End:
-    """Posted: the step has ended."""
-
-
-class RunBackward(NamedTuple):
-    """Posted: run the calls of a range backward; gradients of what they made are there.
-
-    Attributes:
-        guest: The only piece that runs them, in the driver's turn; None: all, in their own.
-    """
-
-    start: int
-    stop: int
-    guest: int | None = None
+Posted: TypeAlias = Callable[[Any], None]
+"""What the pieces are to do; called by each of them, in its thread, with itself."""
 
 
 class PieceBoard:
@@ -158,27 +132,29 @@ class PieceBoard:
         self.forwards: dict[int, ForwardPass] = {}  # the pieces' forward passes, by their numbers
         self._turns = turns
         self._changed = threading.Condition()
-        self._posted: list[Any] = []
+        self._posted: list[Posted | None] = []
         self._num_done = [0] * num_pieces
         self._is_released = False
 
-    def post(self, entry: Any) -> None:
+    def post(self, entry: Posted | None) -> None:
+        """Tell the pieces what to do; None: the step has ended."""
         with self._changed:
             self._posted.append(entry)
             self._changed.notify_all()
 
-    def entries(self, piece: int) -> Iterator[Any]:
-        """Return what is posted, until `End`; one that was taken before counts as done."""
+    def entries(self, piece: int) -> Iterator[Posted]:
+        """Return what is posted, until the end; one that was taken before counts as done."""
         number = 0
         while True:
             self._wait(lambda: len(self._posted) > number)  # noqa: B023 - waited for here
             entry = self._posted[number]
-            yield entry
+            if entry is not None:
+                yield entry
             number += 1
             with self._changed:
                 self._num_done[piece] = number
                 self._changed.notify_all()
-            if isinstance(entry, End):
+            if entry is None:
                 return
 
     def await_all(self) -> None:

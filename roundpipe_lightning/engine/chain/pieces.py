@@ -37,7 +37,6 @@ from roundpipe_lightning.engine.chain.forward import ForwardPass
 from roundpipe_lightning.engine.chain.joined import (
     CallForm,
     JoinedValue,
-    Left,
     PieceBoard,
     PostedCall,
     Shadow,
@@ -133,9 +132,10 @@ class PieceForward(ForwardPass):
         for joined, value in zip(self._posted.values, call.values, strict=True):
             joined.watch(value, piece=self._piece)
 
-    def leave(self, left: Left) -> None:
+    def leave(self, number: int) -> None:
+        """Leave a turn, as the driver has, and those before it."""
         turns = self.turns
-        while turns.number <= left.number and not turns.is_last:
+        while turns.number <= number and not turns.is_last:
             if turns.in_forward_stage:
                 self.leave_turn()
             else:
@@ -356,7 +356,7 @@ class DriverForward(ForwardPass):
             self._left[module, name] = joined
         self.posted.append(posted)
         self._posted_here = True
-        self.board.post(posted)
+        self.board.post(lambda piece: piece.forward.replay(posted))
         lazy = [joined.lazy() for joined in posted.values]  # held, therefore kept
         ends = self._ends_pass(call)
         if ends:
@@ -382,7 +382,7 @@ class DriverForward(ForwardPass):
         super().end_user_code()
 
     def _post_left(self, number: int) -> None:
-        self.board.post(Left(number))
+        self.board.post(lambda piece: piece.forward.leave(number))
         self._posted_here = False
 
     def _before_use(self) -> None:

@@ -106,7 +106,7 @@ def _leave_child(error: BaseException) -> NoReturn:
 
 
 class ThreadTeam:
-    """Threads that wait for tasks. A context manager; leaving it joins them.
+    """Threads that wait for tasks, until `close` joins them.
 
     Args:
         name: Beginning of the threads' names.
@@ -152,12 +152,6 @@ class ThreadTeam:
                 del task
                 running.count()  # this thread holds nothing of the task any more
                 del running
-
-    def __enter__(self) -> ThreadTeam:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self, *, timeout_seconds: float | None = None) -> bool:
         """Let every thread end after its task, and join it; return whether all have ended in time.
