@@ -27,7 +27,7 @@ from roundpipe_lightning.engine.device.base import CopyQueue
 from roundpipe_lightning.engine.device.events import DoneEvent, Event, HostEvent, StepAborted
 from roundpipe_lightning.engine.device.host_memory import own_pages
 from roundpipe_lightning.engine.device.probe import cache_folder, probe_hardware
-from roundpipe_lightning.engine.device.threads import Countdown, Failure, ThreadTeam
+from roundpipe_lightning.engine.device.threads import Failure, ThreadTeam
 from roundpipe_lightning.errors import FitError, HardwareError
 from roundpipe_lightning.planning.model.hardware import MatrixRates, load_hardware
 from roundpipe_lightning.strategy.planning import inputs
@@ -134,15 +134,15 @@ def test_errors_are_handed_over_and_the_thread_lives_on(error: BaseException) ->
         assert team.start([lambda: None] * 2, on_failure=_unexpected).wait(60)
 
 
-class _Held:
+class _Held(threading.Event):
     """Holds the thread that tells others of an end, when they know."""
 
-    def __init__(self, lock: Any) -> None:
-        self._lock, self.acquire = lock, lock.acquire
+    def __init__(self) -> None:
+        super().__init__()
         self.goes_on = threading.Event()
 
-    def release(self) -> None:
-        self._lock.release()
+    def set(self) -> None:
+        super().set()
         if threading.current_thread() is not threading.main_thread():
             _wait(self.goes_on)
 
@@ -166,27 +166,11 @@ def test_a_run_that_is_over_holds_no_task() -> None:
         run = team.start([partial(task, result)], on_failure=partial(unexpected, result))
         del result
         _wait(started)
-        held: Any = _Held(run._over)
-        run._over = held
+        run._over = held = _Held()
         begin.set()
         assert run.wait(60)
         assert note() is None, "its thread has come no further than to tell of the end"
         held.goes_on.set()
-
-
-def test_ctrl_c_at_the_end_of_a_wait_leaves_the_next_one_its_answer() -> None:
-    countdown: Any = Countdown(1)
-    over = countdown._over
-
-    def pressed(timeout: float) -> None:
-        countdown.count()
-        over.acquire()
-        raise KeyboardInterrupt
-
-    countdown._over = SimpleNamespace(acquire=pressed, release=over.release)
-    with pytest.raises(KeyboardInterrupt):
-        countdown.wait(60)
-    assert countdown.wait(0)
 
 
 def test_leaving_joins_the_threads_even_after_an_error() -> None:

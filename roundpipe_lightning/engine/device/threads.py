@@ -35,32 +35,27 @@ class Countdown:
     def __init__(self, number: int) -> None:
         self._left = number
         self._counting = threading.Lock()
-        self._over = threading.Lock()  # held until all have happened
-        if number:
-            self._over.acquire()
+        self._over = threading.Event()
+        if not number:
+            self._over.set()
 
     def count(self) -> None:
         with self._counting:
             self._left -= 1
-            if not self._left:
-                self._at_end()
-                self._over.release()
+            if self._left:
+                return
+        self._at_end()
+        self._over.set()
 
     def _at_end(self) -> None:
         """Called when all have happened, before anybody who waits goes on."""
 
     @property
     def is_over(self) -> bool:
-        return not self._left
+        return self._over.is_set()
 
     def wait(self, seconds: float) -> bool:
-        with self._counting:  # also where Ctrl-C came between the two calls below, in another wait
-            if not self._left:
-                return True
-        is_over = self._over.acquire(timeout=seconds)
-        if is_over:
-            self._over.release()
-        return is_over
+        return self._over.wait(seconds)
 
 
 class TeamTasks(Countdown):
