@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from roundpipe_lightning.engine.capture.torch_functions import is_called_from
 from roundpipe_lightning.engine.capture.trees import map_leaves, map_tensors, tensors_in
@@ -124,7 +124,6 @@ class _Tracer(TorchDispatchMode):
         self._ops, self._hidden = run.ops, run.hidden
         self._num_rows = num_rows
         self._is_paused = False
-        self._given: dict[Any, Any] = {}  # what a call of a block has given
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -157,47 +156,25 @@ class _Tracer(TorchDispatchMode):
             )
         return result
 
-    def around(self, forward: Callable[..., Any], kind: int) -> Callable[..., Any]:
-        """Return a block's `forward` that counts as one operation.
-
-        Of blocks of one kind, on arguments of the same shapes, one runs: the others give the like.
-        """
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a block's `forward` that counts as one operation."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            leaves, structure = tree_flatten((args, kwargs))
-            taken = _tensors(leaves)
-            key = (kind, str(structure), *map(_described, leaves))
+            taken = _tensors((args, kwargs))
             versions = [tensor._version for tensor in taken]
             before, self._is_paused = self._is_paused, True
             try:
-                if key in self._given:
-                    result = tree_map_only(Tensor, _like, self._given[key])
-                else:
-                    result = forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
             finally:
                 self._is_paused = before
-            made = _tensors(result)
-            written = [t for t, v in zip(taken, versions, strict=True) if t._version != v]
-            known = (*leaves, *tree_leaves(result))
-            same = list(map(id, tree_leaves((args, kwargs)))) == list(map(id, leaves))
-            if same and not written and None not in map(_described, known):  # nor into a dict
-                self._given[key] = result
             if not before:
-                self._ops.append(_Op(name="block", taken=taken, made=made, written=written))
+                written = [t for t, v in zip(taken, versions, strict=True) if t._version != v]
+                self._ops.append(
+                    _Op(name="block", taken=taken, made=_tensors(result), written=written)
+                )
             return result
 
         return call
-
-
-def _like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, requires_grad=tensor.requires_grad)
-
-
-def _described(leaf: Any) -> Any:
-    """Return what tells arguments of a block apart; None for an object that it may write into."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
-    return repr(leaf) if leaf is None or isinstance(leaf, bool | int | float | str) else None
 
 
 def _tensors(node: Any) -> list[Tensor]:

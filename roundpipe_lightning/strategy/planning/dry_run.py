@@ -19,12 +19,11 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
 from roundpipe_lightning.engine.capture.trees import tensors_in
-from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
+from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion, LossMode
 from roundpipe_lightning.models.work.meta_copy import MetaCopy
-from roundpipe_lightning.models.work.meta_run import kinds_of
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven, prove_step
 from roundpipe_lightning.models.work.work_profile import alone, step_profile
 from roundpipe_lightning.planning.model.work import WorkProfile
@@ -103,7 +102,6 @@ def prove(
         Unproven: It is not proven to be either.
     """
     blocks = [block for stack in stacks for block in stack.blocks]
-    kinds = kinds_of(Chain.from_stacks(stacks).links)
     copy: Any = None
     forwards: list[Callable[..., Any]] = []
 
@@ -118,8 +116,8 @@ def prove(
                 raise Unproven("it logs with a batch_size other than the batch's rows")
             logged.extend(name.values() if isinstance(name, Mapping) else [value])
 
-        for block, forward, kind in zip(blocks, forwards, kinds, strict=True):
-            copy.module_copy(block).__dict__["forward"] = around(forward, kind)
+        for block, forward in zip(blocks, forwards, strict=True):
+            copy.module_copy(block).__dict__["forward"] = around(forward)
         copy.module.__dict__.update(log=log, log_dict=log)
         output = copy.module.training_step(given, *arguments)
         if isinstance(output, Mapping) and set(output) != {"loss"}:
