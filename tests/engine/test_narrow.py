@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
+from roundpipe_lightning.engine.capture.torch_functions import RoundedLeaves
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.engine.store.block_layout import Layouts
@@ -136,6 +137,18 @@ def test_weights_are_whole_where_autocast_would_not_round_them() -> None:
     (losses, gradients), (expected_losses, expected) = results
     assert all(map(torch.equal, losses, expected_losses))  # type: ignore[arg-type]
     assert same(gradients, expected)
+
+
+def test_whole_values_are_those_of_the_last_write() -> None:
+    weight = nn.Parameter(torch.rand(2, 2))
+    leaf = nn.Parameter(weight.detach().bfloat16())
+    rounded = RoundedLeaves(lambda parameter, leaf: parameter.detach().clone())
+    rounded.add({weight: leaf})
+    for _ in range(2):
+        _, (whole,), _ = rounded.replaced(torch.exp, (leaf,), {}, device_type="cpu")
+        assert torch.equal(whole, weight)
+        weight.data.mul_(2.0)
+        rounded.renew(leaf)
 
 
 def steps_of(module: Any, dtype: torch.dtype | None, make: Any, *, stale: bool) -> None:

@@ -251,6 +251,7 @@ class RoundedLeaves:
 
     Attributes:
         masters: What each leaf stands for, by its identity.
+        views: Views of them, by their identity, with what makes that of own values.
         are_made_whole: Whether an operation has got own values since `forget_views`.
     """
 
@@ -259,15 +260,15 @@ class RoundedLeaves:
         self.are_made_whole = False
         self._values_of = whole
         self._values: dict[int, Tensor] = {}
-        self._views: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}  # keeps their identities
-
-    @property
-    def has_views(self) -> bool:
-        return bool(self._views)
+        self.views: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
 
     def forget_views(self) -> None:
-        self._views.clear()
+        self.views.clear()
         self.are_made_whole = False
+
+    def renew(self, leaf: Tensor) -> None:
+        """Upload a weight's own values anew: it was written into."""
+        self._values.pop(id(leaf), None)
 
     def add(self, leaves: Mapping[nn.Parameter, nn.Parameter]) -> None:
         for parameter, leaf in leaves.items():
@@ -288,7 +289,7 @@ class RoundedLeaves:
         if name in _VIEWS:
             result = func(*args, **kwargs)
             for number, view in enumerate([result] if isinstance(result, Tensor) else result):
-                self._views[id(view)] = view, partial(self._view, func, args, kwargs, number)
+                self.views[id(view)] = view, partial(self._view, func, args, kwargs, number)
             return result, args, kwargs
         others = {x.dtype for x in tensors if not self._is_rounded(x)}
         rounds = name in _ROUND and torch.is_autocast_enabled(device_type)
@@ -299,12 +300,12 @@ class RoundedLeaves:
         return NotImplemented, *map_tensors(self._made_whole, (args, kwargs))
 
     def _is_rounded(self, tensor: Tensor) -> bool:
-        return id(tensor) in self.masters or id(tensor) in self._views
+        return id(tensor) in self.masters or id(tensor) in self.views
 
     def _made_whole(self, tensor: Tensor) -> Tensor:
         key = id(tensor)
-        if key in self._views:
-            return self._views[key][1]()
+        if key in self.views:
+            return self.views[key][1]()
         if key not in self.masters:
             return tensor
         if key not in self._values:

@@ -320,6 +320,7 @@ class ResidentBlocks:
                 # It may be written into again before the upload is made.
                 values = self._device.upload(self._device.snapshot(parameter))
                 self._leaves[parameter].data.copy_(values)
+                self.rounded.renew(self._leaves[parameter])
 
     @contextmanager
     def written(self, writes: ModuleWrites) -> Iterator[None]:

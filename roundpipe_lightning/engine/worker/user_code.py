@@ -356,7 +356,7 @@ class UserCode(TorchFunctionMode):
             answer, args, kwargs = self._outside_blocks(func, args, kwargs)
         elif self._resident is not None:
             rounded = self._resident.rounded
-            if rounded.has_views or kwargs or not _NO_MASTERS.issuperset(map(type, args)):
+            if rounded.views or kwargs or not _NO_MASTERS.issuperset(map(type, args)):
                 answer, args, kwargs = self._on_resident_leaves(func, args, kwargs, rounded)
             if self._gathers and (name := name_of(func)) not in QUESTIONS | KEEP_PLACE:
                 args, kwargs = self._brought_together(name, args, kwargs, leaf=lambda x: x)
