@@ -422,8 +422,6 @@ class UserCode(TorchFunctionMode):
     def _with_whole_values(
         self, func: Any, args: Any, kwargs: Any, rounded: RoundedLeaves
     ) -> tuple[Any, Any, Any]:
-        if not rounded.masters:
-            return NotImplemented, args, kwargs
         kind = self._worker().device.torch_device.type
         return rounded.replaced(func, args, kwargs, device_type=kind)
 
@@ -433,6 +431,8 @@ class UserCode(TorchFunctionMode):
         args = tuple([self._resident_leaf_for(x) for x in args])
         if kwargs:
             kwargs = {key: self._resident_leaf_for(x) for key, x in kwargs.items()}
+        if not rounded.masters:
+            return NotImplemented, args, kwargs
         return self._with_whole_values(func, args, kwargs, rounded)
 
     def _resident_leaf_for(self, value: Any) -> Any:
