@@ -242,6 +242,22 @@ def _compare(jobs: list[dict[str, Any]]) -> None:
     sys.stdout.write(f"Each job's folder is in {Path(jobs[0]['folder']).parent}\n")
 
 
+_ELSEWHERE = {
+    "optimizer.lr": "learning_rate",
+    "trainer.max_epochs": "num_train_epochs num_epochs epochs",
+    "trainer.accumulate_grad_batches": "gradient_accumulation_steps",
+    "trainer.gradient_clip_val": "max_grad_norm",
+    "data.batch_size": "per_device_train_batch_size micro_batch_size",
+    "data.seq_len": "max_seq_length max_seq_len max_length sequence_len cutoff_len",
+    "data.packing": "sample_packing",
+    "data.validation_share": "val_set_size val_size",
+    "scheduler.num_warmup_steps": "warmup_ratio warmup_steps",
+    "peft.r": "lora_r lora_rank",
+    "peft.target_modules": "lora_target_modules lora_target",
+}
+"""What Axolotl, LLaMA-Factory and TRL call a setting."""
+
+
 def explain(error: Exception, name: str, folder: Path) -> str:
     """One line for what Hydra has refused, with the names that are near."""
     lines = [line.strip() for line in str(error).splitlines()]
@@ -263,7 +279,9 @@ def explain(error: Exception, name: str, folder: Path) -> str:
     if refused is None:
         return " ".join(filter(None, lines))
     key = refused[1].partition("@")[0]
-    near = [other for other in _near(key, _keys(name, folder)) if other != key]
+    word = key.rpartition(".")[2]
+    ours = [setting for setting, theirs in _ELSEWHERE.items() if word in theirs.split()]
+    near = ours or [other for other in _near(key, _keys(name, folder)) if other != key]
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     return f"There is no setting {key}.{meant} --cfg job shows all; +{key}=... adds one."
 

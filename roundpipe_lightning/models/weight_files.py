@@ -91,7 +91,7 @@ def check_has_weights(name: str, *, hub_options: Mapping[str, Any]) -> None:
         ModelSourceError: There are none.
         OSError: The hub cannot be reached; as transformers raises it.
     """
-    from transformers.utils.hub import has_file
+    from transformers.utils.hub import cached_file, has_file
 
     if Path(name).is_dir():
         find_weight_files(name, hub_options=hub_options)
@@ -103,6 +103,7 @@ def check_has_weights(name: str, *, hub_options: Mapping[str, Any]) -> None:
         }
         files = (*_SINGLE_FILES, *_INDICES)
         if not any(has_file(name, file, **known) for file in files):
+            cached_file(name, "config.json", **known)  # raises where the hub is out of reach
             raise _no_weights(name)
 
 

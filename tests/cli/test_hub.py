@@ -131,6 +131,11 @@ def test_what_the_hub_refuses_is_one_line_with_the_way_out(
     ("program", "overrides", "message"),
     [
         (commands.train, "model=me/tiny", "'me/tiny' cannot be loaded .* HF_HUB_OFFLINE=1"),
+        (
+            commands.train,
+            "recipe=qwen3_0_6b/lora data=a.jsonl",
+            "'Qwen/Qwen3-0.6B' cannot be loaded .* HF_HUB_OFFLINE=1",
+        ),
         (commands.data, "data=me/rows", "without a network, copy its files here and name them"),
     ],
 )
