@@ -20,6 +20,7 @@ from tests.kit.engine import (
     TIMEOUT_SECONDS,
     WIDTH,
     Regressor,
+    Workers,
     cpu_workers,
     differences,
     emulated_workers,
@@ -27,6 +28,7 @@ from tests.kit.engine import (
     engine_of,
     layers_of,
     mean_step,
+    on_any_workers,
     plain_step,
     plan_of,
     regression_batches,
@@ -451,8 +453,8 @@ def check_kind(name: str, devices: Sequence[Device], *, tolerance: float) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("kind", ["cpu", "emulated"])
-def test_compiled_modules_run_as_they_are(kind: str) -> None:
+@on_any_workers
+def test_compiled_modules_run_as_they_are(workers: Workers) -> None:
     """Compiled code would run the user's module, whose parameters are not on the worker."""
     compiled: list[Any] = []
 
@@ -472,8 +474,7 @@ def test_compiled_modules_run_as_they_are(kind: str) -> None:
     torch._dynamo.reset()
     stack = layers_of(module)
     plan = one_block_each(Chain.from_stacks([stack]), num_workers=2, num_microbatches=4)
-    devices = cpu_workers(2) if kind == "cpu" else emulated_workers(2)
-    with engine_of(module, stack, plan, devices=devices) as engine:
+    with engine_of(module, stack, plan, devices=workers(2)) as engine:
         assert not differences(module, mean_step(engine, batches), plain, tolerance=1e-6)
         with torch.inference_mode():
             engine.evaluate(lambda view, batch: view(batch[0]), batches[0])

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.engine.chain.chain import Chain
-from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.models.blocks import find_stacks
 from tests.emulation.test_placement import NormBlock
@@ -25,23 +24,20 @@ from tests.kit.architectures import (
 from tests.kit.engine import (
     WIDTH,
     Regressor,
+    Workers,
     cpu_workers,
     differences,
     emulated_workers,
     engine_for,
     engine_of,
     mean_step,
+    on_any_workers,
     plain_step,
     plan_of,
     regression_batches,
 )
 from tests.kit.kinds import KINDS, batches_of
 
-SERVERS: dict[str, Callable[[int], list[Device]]] = {
-    "processor": cpu_workers,
-    "emulated": emulated_workers,
-}
-servers = pytest.mark.parametrize("server", SERVERS)
 without_gradients = pytest.mark.parametrize(
     "mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"]
 )
@@ -54,19 +50,15 @@ def _validate(view: Any, batch: Any) -> Any:
     return {"loss": torch.nn.functional.mse_loss(prediction, y), "rows": [prediction, (y, "text")]}
 
 
-@servers
+@on_any_workers
 @without_gradients
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_values_are_those_of_one_device(server: str, mode: Mode, num_workers: int) -> None:
+def test_values_are_those_of_one_device(workers: Workers, mode: Mode, num_workers: int) -> None:
     module = Regressor().eval()
     (batch,) = regression_batches(1, samples_each=5)
     with mode():
         want = _validate(module, batch)
-    devices = SERVERS[server](num_workers)
-    with (
-        engine_for(module, num_microbatches=2, devices=devices) as engine,
-        mode(),
-    ):
+    with engine_for(module, num_microbatches=2, devices=workers(num_workers)) as engine, mode():
         for _ in range(2):
             got = engine.evaluate(_validate, batch)
             assert torch.equal(got["loss"], want["loss"])
@@ -87,15 +79,15 @@ class _InPlace(nn.Module):
         return out
 
 
-@servers
+@on_any_workers
 @without_gradients
-def test_blocks_that_write_into_their_arguments(server: str, mode: Mode) -> None:
+def test_blocks_that_write_into_their_arguments(workers: Workers, mode: Mode) -> None:
     module = Regressor()
     module.layers = nn.ModuleList(_InPlace() for _ in range(4))
     (batch,) = regression_batches(1)
     with mode():
         want = _validate(module.eval(), batch)["loss"]
-    with engine_for(module, num_microbatches=1, devices=SERVERS[server](2)) as engine, mode():
+    with engine_for(module, num_microbatches=1, devices=workers(2)) as engine, mode():
         assert torch.equal(engine.evaluate(_validate, batch)["loss"], want)
 
 
@@ -119,8 +111,8 @@ def test_it_runs_in_the_callers_thread_and_blocks_may_be_called_again() -> None:
     assert threads == {threading.current_thread()}
 
 
-@servers
-def test_gradients_in_an_evaluation(server: str) -> None:
+@on_any_workers
+def test_gradients_in_an_evaluation(workers: Workers) -> None:
     """Lightning's validation_step may enable them, for gradient penalties and the like."""
     module = Regressor().eval()
     (batch,) = regression_batches(1)
@@ -135,17 +127,14 @@ def test_gradients_in_an_evaluation(server: str) -> None:
 
     want = call(module, batch)
     module.zero_grad()
-    with (
-        engine_for(module, num_microbatches=1, devices=SERVERS[server](2)) as engine,
-        torch.no_grad(),
-    ):
+    with engine_for(module, num_microbatches=1, devices=workers(2)) as engine, torch.no_grad():
         assert torch.equal(engine.evaluate(call, batch), want)
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-@servers
+@on_any_workers
 @without_gradients
-def test_buffers_that_an_evaluation_writes(server: str, mode: Mode) -> None:
+def test_buffers_that_an_evaluation_writes(workers: Workers, mode: Mode) -> None:
     """Batch normalisation in training mode updates its statistics without gradients, too."""
 
     def make() -> Regressor:
@@ -160,10 +149,7 @@ def test_buffers_that_an_evaluation_writes(server: str, mode: Mode) -> None:
 
     ours, theirs = make(), make()
     (batch,) = regression_batches(1)
-    with (
-        engine_for(ours, num_microbatches=1, devices=SERVERS[server](2)) as engine,
-        mode(),
-    ):
+    with engine_for(ours, num_microbatches=1, devices=workers(2)) as engine, mode():
         for _ in range(2):
             assert torch.equal(engine.evaluate(call, batch), call(theirs, batch))
     for (name, mine), other in zip(ours.named_buffers(), theirs.buffers(), strict=True):
@@ -171,10 +157,12 @@ def test_buffers_that_an_evaluation_writes(server: str, mode: Mode) -> None:
         assert not mine.is_inference()
 
 
-@servers
+@on_any_workers
 @without_gradients
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2"])
-def test_generation_with_a_cache_gives_the_same_tokens(server: str, mode: Mode, name: str) -> None:
+def test_generation_with_a_cache_gives_the_same_tokens(
+    workers: Workers, mode: Mode, name: str
+) -> None:
     module = tiny_causal_lm(name, tied=True)
     (batch,) = token_batches(1)
     ids = batch["input_ids"]
@@ -193,18 +181,20 @@ def test_generation_with_a_cache_gives_the_same_tokens(server: str, mode: Mode, 
     plain = plain_step(module, batches)
     with evaluating(module), mode():
         want = generate(module, ids)
-    stack, devices = decoder_stack(module), SERVERS[server](3)
-    with engine_for(module, stack, num_microbatches=2, devices=devices) as engine:
+    with engine_for(
+        module, decoder_stack(module), num_microbatches=2, devices=workers(3)
+    ) as engine:
         for _ in range(2):
             with evaluating(module), mode():
                 assert torch.equal(engine.evaluate(generate, ids), want)
-            tolerance = 0.0 if server == "cpu" else 1e-6  # of both uses a device sums its round
+            # Of both uses a device sums its round.
+            tolerance = 0.0 if workers is cpu_workers else 1e-6
             assert not differences(module, mean_step(engine, batches), plain, tolerance=tolerance)
 
 
-@servers
+@on_any_workers
 @pytest.mark.parametrize("planned", [[0, 1], [0]], ids=["both", "encoder"])
-def test_generation_with_an_encoder_and_two_caches(server: str, planned: list[int]) -> None:
+def test_generation_with_an_encoder_and_two_caches(workers: Workers, planned: list[int]) -> None:
     """Unplanned blocks are streamed; their cache stays where they ran, and comes from there."""
     module = KINDS["encoder-decoder"].build().eval()
     ids = batches_of(KINDS["encoder-decoder"], 1)[0]["input_ids"]
@@ -222,7 +212,7 @@ def test_generation_with_an_encoder_and_two_caches(server: str, planned: list[in
     stacks = find_stacks(module, None)
     chain = Chain.from_stacks([stacks[i] for i in planned])
     plan = one_block_each(chain, num_workers=3, num_microbatches=1)
-    devices = SERVERS[server](3)
+    devices = workers(3)
     with torch.no_grad():
         want = generate(module, ids)
         with Engine(module, stack=stacks, devices=devices, plan=plan, chain=chain) as engine:
@@ -230,15 +220,15 @@ def test_generation_with_an_encoder_and_two_caches(server: str, planned: list[in
             assert all(worker.peak_bytes() for worker in engine.workers[: len(planned) + 1])
 
 
-@servers
-def test_hidden_states_of_single_blocks(server: str) -> None:
+@on_any_workers
+def test_hidden_states_of_single_blocks(workers: Workers) -> None:
     module = CausalLM(build_model("qwen3"))
     (batch,) = token_batches(1)
 
     def call(view: Any, batch: Any) -> Any:
         return view.model(**batch, output_hidden_states=True).hidden_states[1].sum()
 
-    stack, devices = decoder_stack(module), SERVERS[server](2)
+    stack, devices = decoder_stack(module), workers(2)
     with engine_for(module, stack, num_microbatches=1, devices=devices) as engine, torch.no_grad():
         assert torch.equal(engine.evaluate(call, batch), call(module, batch))
 

@@ -18,12 +18,12 @@ from tests.kit.engine import (
     WIDTH,
     Block,
     Regressor,
+    Workers,
     check_parity,
-    cpu_workers,
     differences,
-    emulated_workers,
     engine_for,
     mean_step,
+    on_any_workers,
     plain_step,
     regression_batches,
 )
@@ -105,14 +105,13 @@ class Indexed(Block):
         return super().forward(x[:, self.order])
 
 
-@pytest.mark.parametrize("kind", ["cpu", "emulated"])
-def test_a_buffer_that_appears_in_the_first_forward_is_no_write(kind: str) -> None:
+@on_any_workers
+def test_a_buffer_that_appears_in_the_first_forward_is_no_write(workers: Workers) -> None:
     module: Any = Regressor(make_block=Indexed)
-    devices = cpu_workers(2) if kind == "cpu" else emulated_workers(2)
     batches = regression_batches(4)
     plain = plain_step(copy.deepcopy(module), batches)
     plan: Any = {"num_microbatches": 4, "round_size": 2, "team_size": 2}
-    with engine_for(module, devices=devices, **plan) as engine:
+    with engine_for(module, devices=workers(2), **plan) as engine:
         for _ in range(2):
             assert not differences(module, mean_step(engine, batches), plain)
     assert module.layers[0].order.tolist() == [*range(WIDTH)][::-1]
@@ -133,17 +132,16 @@ WRITERS: dict[str, Callable[[], nn.Module]] = {
 } | {"spectral_norm": partial(_spectral, True), "parametrized": partial(_spectral, False)}
 
 
-@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+@on_any_workers
 @pytest.mark.parametrize(
     ("name", "num_microbatches"), [*((name, 1) for name in WRITERS), ("attribute", 3)]
 )
 def test_a_block_is_recomputed_with_the_buffers_that_its_forward_saw(
-    name: str, num_microbatches: int, kind: str
+    name: str, num_microbatches: int, workers: Workers
 ) -> None:
     module = Regressor(make_block=WRITERS[name])
-    devices = cpu_workers(2) if kind == "cpu" else emulated_workers(2)
     twin = copy.deepcopy(module)
-    check_parity(module, num_microbatches=num_microbatches, devices=devices, twin=twin)
+    check_parity(module, num_microbatches=num_microbatches, devices=workers(2), twin=twin)
 
 
 class Drawing(Block):
@@ -151,14 +149,15 @@ class Drawing(Block):
         return super().forward(x) * random.random()
 
 
-@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+@on_any_workers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_recompute_that_gives_other_values_is_warned_of(dtype: torch.dtype, kind: str) -> None:
+def test_a_recompute_that_gives_other_values_is_warned_of(
+    dtype: torch.dtype, workers: Workers
+) -> None:
     module = Regressor(make_block=Drawing).to(dtype)
     batches = [(x.to(dtype), y.to(dtype)) for x, y in regression_batches(2)]
-    devices = cpu_workers(2) if kind == "cpu" else emulated_workers(2)
     with (
-        engine_for(module, devices=devices, num_microbatches=2) as engine,
+        engine_for(module, devices=workers(2), num_microbatches=2) as engine,
         pytest.warns(ChangedRecomputeWarning, match=r"Block 'layers\.\d' gave other values"),
     ):
         mean_step(engine, batches)

@@ -7,26 +7,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.errors import CaptureError
 from tests.kit.architectures import CausalLM, build_model, decoder_stack, token_batches
 from tests.kit.engine import (
     WIDTH,
     Regressor,
+    Workers,
     check_parity,
-    cpu_workers,
-    emulated_workers,
     engine_step,
     layers_of,
+    on_any_workers,
     plain_step,
     plan_of,
     regression_batches,
 )
-
-SERVERS: dict[str, Callable[[int], list[Device]]] = {
-    "processor": cpu_workers,
-    "emulated": emulated_workers,
-}
 
 
 class Leaving(nn.Module):
@@ -53,13 +47,11 @@ class Penalised(Regressor):
         return loss
 
 
-@pytest.mark.parametrize("server", SERVERS)
+@on_any_workers
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_attribute_of_a_block(num_workers: int, server: str) -> None:
+def test_attribute_of_a_block(num_workers: int, workers: Workers) -> None:
     module = Penalised()
-    check_parity(
-        module, num_workers=num_workers, devices=SERVERS[server](num_workers), tolerance=1e-06
-    )
+    check_parity(module, num_workers=num_workers, devices=workers(num_workers), tolerance=1e-06)
 
 
 class PenalisedInBetween(Penalised):
@@ -75,13 +67,11 @@ class PenalisedInBetween(Penalised):
         return total
 
 
-@pytest.mark.parametrize("server", SERVERS)
+@on_any_workers
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_a_side_output_that_is_used_between_the_blocks(num_workers: int, server: str) -> None:
+def test_a_side_output_that_is_used_between_the_blocks(num_workers: int, workers: Workers) -> None:
     module = PenalisedInBetween()
-    check_parity(
-        module, num_workers=num_workers, devices=SERVERS[server](num_workers), tolerance=1e-06
-    )
+    check_parity(module, num_workers=num_workers, devices=workers(num_workers), tolerance=1e-06)
 
 
 def test_only_the_users_loss_decides_what_gets_a_gradient() -> None:
@@ -194,16 +184,16 @@ def test_list_that_blocks_append_to(empty: bool) -> None:
     check_parity(module)
 
 
-@pytest.mark.parametrize("server", SERVERS)
+@on_any_workers
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_router_loss_of_a_mixture_of_experts(name: str, server: str) -> None:
+def test_router_loss_of_a_mixture_of_experts(name: str, workers: Workers) -> None:
     module = CausalLM(build_model(name, output_router_logits=True, router_aux_loss_coef=0.5))
     twin = copy.deepcopy(module)
     check_parity(
         module,
         token_batches(3),
         stack=decoder_stack(module),
-        devices=SERVERS[server](2),
+        devices=workers(2),
         tolerance=1e-06,
         twin=twin,
     )
@@ -213,9 +203,9 @@ def test_router_loss_of_a_mixture_of_experts(name: str, server: str) -> None:
     assert any(hooks)
 
 
-@pytest.mark.parametrize("server", SERVERS)
+@on_any_workers
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
-def test_hidden_states_that_a_library_collects(name: str, server: str) -> None:
+def test_hidden_states_that_a_library_collects(name: str, workers: Workers) -> None:
     """The hidden states of all layers, the stack's input among them, in the loss."""
 
     def call(view: Any, batch: Any, index: int) -> Tensor:
@@ -226,12 +216,11 @@ def test_hidden_states_that_a_library_collects(name: str, server: str) -> None:
         return loss
 
     module = CausalLM(build_model(name))
-    devices = SERVERS[server](2)
     check_parity(
         module,
         token_batches(3),
         stack=decoder_stack(module),
         call=call,
-        devices=devices,
+        devices=workers(2),
         tolerance=1e-06,
     )

@@ -15,7 +15,7 @@ from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.capture.side_outputs import SideOutputs
 from roundpipe_lightning.engine.capture.torch_functions import ModeStack
-from roundpipe_lightning.engine.device.base import CpuDevice, Device
+from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import UnusedStackWarning
 from roundpipe_lightning.errors import CaptureError, ConfigurationError
 from roundpipe_lightning.planning.schedule.stages import Partition
@@ -23,6 +23,7 @@ from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
 from tests.kit.engine import (
     WIDTH,
     Regressor,
+    Workers,
     check_parity,
     cpu_workers,
     differences,
@@ -31,6 +32,7 @@ from tests.kit.engine import (
     engine_step,
     layers_of,
     mean_step,
+    on_any_workers,
     plain_step,
     plan_of,
     regression_batches,
@@ -90,34 +92,30 @@ class Skipping(Regressor):
         return loss + first.inner.weight.square().mean()
 
 
-def devices_of(kind: str, num: int) -> list[Device]:
-    return cpu_workers(num) if kind == "cpu" else emulated_workers(num)
-
-
-@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+@on_any_workers
 @pytest.mark.parametrize("make_block", [ListedBlock, SlyBlock])
 def test_a_block_may_reach_its_parameters_past_the_view(
-    kind: str, make_block: Callable[[], nn.Module]
+    workers: Workers, make_block: Callable[[], nn.Module]
 ) -> None:
     module = Regressor(make_block=make_block)
-    check_parity(module, devices=devices_of(kind, 2))
+    check_parity(module, devices=workers(2))
     assert all(p.grad is None for p in module.parameters())
 
 
-@pytest.mark.parametrize("kind", ["cpu", "emulated"])
-def test_a_parameter_of_somebody_else_is_refused_by_name(kind: str) -> None:
+@on_any_workers
+def test_a_parameter_of_somebody_else_is_refused_by_name(workers: Workers) -> None:
     owner: list[nn.Parameter] = []
     module = Regressor(make_block=lambda: BorrowingBlock(owner))
     owner.append(module.tail.bias)
     with pytest.raises(CaptureError, match=r"'tail\.bias'.*not registered in it"):
-        check_parity(module, devices=devices_of(kind, 2))
+        check_parity(module, devices=workers(2))
 
 
-@pytest.mark.parametrize("kind", ["cpu", "emulated"])
-def test_microbatches_that_write_into_buffers_are_refused(kind: str) -> None:
+@on_any_workers
+def test_microbatches_that_write_into_buffers_are_refused(workers: Workers) -> None:
     module = Regressor(make_block=NormedBlock)
     with pytest.raises(ConfigurationError, match=r"into buffers.*Set microbatching='blocks'"):
-        check_parity(module, devices=devices_of(kind, 2))
+        check_parity(module, devices=workers(2))
 
 
 def test_a_stack_that_is_not_run_is_mentioned_once() -> None:
@@ -189,12 +187,6 @@ def test_a_mode_sees_the_functions_of_the_blocks_and_few_of_the_engine() -> None
     assert others < 40, f"{others} questions of the engine's own: {seen - plain.seen}"
 
 
-SERVERS: dict[str, Callable[[int], list[Device]]] = {
-    "processor": cpu_workers,
-    "emulated": emulated_workers,
-}
-
-
 class Linears:
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
@@ -210,11 +202,11 @@ class Linears:
         return functional.linear(args[0] * 0, args[1] * 0)
 
 
-@pytest.mark.parametrize("server", SERVERS)
-def test_asked_in_training_outside_the_blocks_only(server: str) -> None:
+@on_any_workers
+def test_asked_in_training_outside_the_blocks_only(workers: Workers) -> None:
     module = Regressor(num_blocks=3)
-    outside, devices = Linears(), SERVERS[server](2)
-    with engine_for(module, num_microbatches=2, devices=devices) as engine:
+    outside = Linears()
+    with engine_for(module, num_microbatches=2, devices=workers(2)) as engine:
         result = engine.begin_step(
             regression_batches(2), training_step, loss_scales=[0.5, 0.5], outside=outside
         ).result()

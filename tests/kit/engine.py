@@ -1,8 +1,9 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -142,6 +143,13 @@ def cpu_workers(num: int) -> list[Device]:
 def emulated_workers(num: int) -> list[Device]:
     """Return the devices of a server: all accesses to memory are checked."""
     return list(EmulatedServer(num, checker=ProtocolChecker(), poison=True).devices)
+
+
+Workers: TypeAlias = Callable[[int], list[Device]]
+
+on_any_workers = pytest.mark.parametrize(
+    "workers", [cpu_workers, emulated_workers], ids=["cpu", "emulated"]
+)
 
 
 class LockingDevice(EmulatedDevice):
