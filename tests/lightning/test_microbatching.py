@@ -56,8 +56,10 @@ def add(module: Counts) -> None:
         (lambda module: module._outputs["train"].append(0), "blocks"),
         (lambda module: module.num_calls.append(0), "blocks"),
         (add, "blocks"),
+        (lambda module: module.current_epoch > 5, "blocks"),
+        (lambda module: module.trainer.global_step / 2, "step"),
     ],
-    ids=["nothing", "a list in a dict", "a list of the class", "an object"],
+    ids=["nothing", "a list in a dict", "a list of the class", "an object", "an epoch", "a step"],
 )
 def test_chosen_mode(
     tmp_path: Path,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -131,7 +131,8 @@ def prove(
     try:
         with alone():
             replaced = list(_replaced(module, proves=True))
-            copy = MetaCopy(module, settings=_settings(module), replaced=replaced)
+            settings = {**_settings(module), "_trainer": _ReadOnlyTrainer(module.trainer, _Later)}
+            copy = MetaCopy(module, settings=settings, replaced=replaced)
             forwards += [copy.module_copy(block).forward for block in blocks]
             num_rows = len(next(tensors_in(batch), ()))
             sizes = {num_rows, max(1, num_rows // num_microbatches)}
@@ -166,7 +167,7 @@ def _settings(module: LightningModule) -> Mapping[str, Any]:
 
 
 def _replaced(module: LightningModule, *, proves: bool = False) -> Iterator[tuple[object, object]]:
-    yield module.trainer, _ReadOnlyTrainer(module.trainer)
+    yield module.trainer, _ReadOnlyTrainer(module.trainer, _Later if proves else int)
     for child in module.modules():
         if isinstance(child, MetricCollection) and not proves:
             yield child, MetricCollection([])
@@ -174,14 +175,30 @@ def _replaced(module: LightningModule, *, proves: bool = False) -> Iterator[tupl
             yield child, SilentMetric(ends_proof=proves)
 
 
-class _ReadOnlyTrainer:
-    """Gives the plain values of a Trainer (`current_epoch`, `global_step`) and nothing else."""
+def _refuse(*_: object) -> NoReturn:
+    raise Unproven("it decides by the Trainer's epoch or step, and goes another way later perhaps")
 
-    def __init__(self, trainer: Trainer) -> None:
+
+_DECIDING = "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __mod__ __bool__".split()
+_Later: type[int] = type("_Later", (int,), dict.fromkeys(_DECIDING, _refuse))
+"""A number that changes while a training runs: to decide by it ends a proof."""
+
+
+class _ReadOnlyTrainer:
+    """Gives the plain values of a Trainer and nothing else.
+
+    Args:
+        counts: The type of `current_epoch` and `global_step`.
+    """
+
+    def __init__(self, trainer: Trainer, counts: type[int] = int) -> None:
         object.__setattr__(self, "_trainer", trainer)
+        object.__setattr__(self, "_counts", counts)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._trainer, name)
+        if name in ("current_epoch", "global_step"):
+            return self._counts(value)
         if isinstance(value, _PLAIN):
             return value
         raise ConfigurationError(f"The step uses the Trainer's {name}.")
