@@ -46,7 +46,7 @@ def test_a_restart_goes_on_with_the_hosts_that_are_left(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"]
     command = [
         *(sys.executable, *torchrun, "--max-restarts=1", "--rdzv-backend=c10d"),
-        *("--rdzv-conf=last_call_timeout=5", f"--rdzv-endpoint=127.0.0.1:{port}", "train.py"),
+        *("--rdzv-conf=last_call_timeout=20", f"--rdzv-endpoint=127.0.0.1:{port}", "train.py"),
         *("trainer.num_nodes=auto", "global_batch_size=16", f"hydra.run.dir={folder}"),
         "checkpoint=distributed",
         *("callbacks.last_checkpoint.every_n_steps=5", f"trainer.max_steps={steps}", *SETTINGS),
