@@ -94,14 +94,20 @@ def _work(rank: int, pipes: Sequence[Connection]) -> None:
     with suppress(EOFError):
         while True:
             faulthandler.cancel_dump_traceback_later()
-            function, args = pickle.loads(pipes[rank].recv_bytes())
-            faulthandler.dump_traceback_later(_SECONDS - 5)
-            try:
-                result = function(rank, *args)
-            except BaseException as error:  # noqa: BLE001 - the test looks at it
-                traceback.print_exc()
-                result = error
-            pipes[rank].send_bytes(pickle.dumps(result))
+            _answer(pipes[rank], rank, *pickle.loads(pipes[rank].recv_bytes()))
+
+
+def _answer(
+    results: Connection, rank: int, function: Callable[..., Any], args: Sequence[Any]
+) -> None:
+    """Send what a function returns, or its error; show where it is if it hangs."""
+    faulthandler.dump_traceback_later(_SECONDS - 5)
+    try:
+        result = function(rank, *args)
+    except BaseException as error:  # noqa: BLE001 - the test looks at it
+        traceback.print_exc()
+        result = error
+    results.send_bytes(pickle.dumps(result))
 
 
 def _received(results: Connection) -> Any:
@@ -165,10 +171,4 @@ def _serve(
     args: Sequence[Any],
 ) -> None:
     os.environ.update(variables)
-    faulthandler.dump_traceback_later(_SECONDS - 5)
-    try:
-        result = function(rank, *args)
-    except BaseException as error:  # noqa: BLE001 - the test looks at it
-        traceback.print_exc()
-        result = error
-    results.send_bytes(pickle.dumps(result))
+    _answer(results, rank, function, args)
