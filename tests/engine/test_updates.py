@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.device.events import UpdateAborted
+from roundpipe_lightning.engine.exchange import heartbeat
 from roundpipe_lightning.engine.exchange.hosts import Watch
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.update import hosts_update
@@ -391,6 +393,16 @@ def test_parameters_that_the_module_has_not_come_in_the_optimizers_order() -> No
         unit = updater._in_order(reversed(others))[-1]
     store.close()
     assert [p.numel() for p in unit.parameters] == list(range(39, 0, -1))
+
+
+def test_a_host_that_cannot_be_reached_at_once_is_asked_again() -> None:
+    unreachable = OSError(113, "No route to host")
+    answers = [unreachable, unreachable, mock.sentinel.connection, unreachable]
+    with mock.patch.object(socket, "create_connection", side_effect=answers) as asked:
+        assert heartbeat.connect(("host", 1), 60.0) is mock.sentinel.connection
+        with pytest.raises(OSError, match="No route"):
+            heartbeat.connect(("host", 1), 0.0)
+    assert asked.call_count == len(answers)
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,11 @@ class Beats:
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(sys.stdin, selectors.EVENT_READ)
         for host, (name, port) in enumerate(addresses[:rank]):
-            connection = socket.socket()
-            with suppress(OSError):  # it will not be heard
-                connection = socket.create_connection((name, port), patience)
+            try:
+                connection = connect((name, port), patience / 2)
+            except OSError as error:
+                tell({"host": host, "why": f"cannot be reached ({error})"})
+                continue
             self._add(connection, host).send({"rank": rank, "secret": secret})
 
     def run(self) -> None:
@@ -166,6 +168,24 @@ def main() -> None:
     hosts = json.loads(sys.stdin.readline() or "{}")
     if "rank" in hosts:  # else the parent has ended before all had met
         Beats(listener, **hosts).run()
+
+
+def connect(address: tuple[str, int], seconds: float) -> socket.socket:
+    """Return a connection with a host, from which nothing is heard where it has ended.
+
+    Raises:
+        OSError: For so long it could not be reached; a link may just have come up.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection(address, seconds)
+        except ConnectionRefusedError:
+            return socket.socket()
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(BEAT_SECONDS / 10)
 
 
 def tell(message: Any) -> None:
