@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -90,7 +91,8 @@ class ModeChoice:
         self._fuses_loss = self._warns = options.fuses_loss
         known = getattr(module, "averages_samples", False)
         self._tells = self._mode == "step" and not known
-        self._chosen: dict[str, str] = {}  # by the text of a batch's form
+        # by the text of a batch's form; and the plain attributes that a proven step reads
+        self._chosen: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def begin(
         self,
@@ -112,7 +114,7 @@ class ModeChoice:
         Raises:
             BatchError: `microbatching="step"`, and it cannot be split.
         """
-        chosen = self._chosen.get(str(form_of(batch))) if self._mode == "auto" else self._mode
+        chosen = self._mode if self._mode != "auto" else self._chosen_for(batch)
         if self._tells and trains and count > 1:
             self._tell(batch, arguments, count)
         if chosen not in (None, "blocks"):
@@ -140,6 +142,21 @@ class ModeChoice:
             fusion=fusion,
             contents=contents_of(self._module) if looks else None,
         )
+
+    def _chosen_for(self, batch: Any) -> str | None:
+        chosen, read = self._chosen.get(str(form_of(batch)), (None, {}))
+        for path, value in read.items():
+            if _read(self._module, path) != value:
+                return self._go_back(batch, f"the step reads {path}, which has changed")
+        return chosen
+
+    def _go_back(self, batch: Any, reason: str) -> str:
+        self._chosen[str(form_of(batch))] = "blocks", {}
+        rank_zero_info(
+            f"roundpipe: microbatching='blocks' from this batch on: {reason}. Nothing was updated "
+            "with it before."
+        )
+        return "blocks"
 
     def _split(
         self, batch: Any, count: int, chosen: str, fusion: Outside | None
@@ -185,14 +202,7 @@ class ModeChoice:
         Args:
             batch: The batch; nothing was updated yet.
         """
-        if self._mode != "auto":
-            return False
-        self._chosen[str(form_of(batch))] = "blocks"
-        rank_zero_info(
-            f"roundpipe: microbatching='blocks' from this batch on: {error.reason}. Nothing was "
-            "updated with it before."
-        )
-        return True
+        return self._mode == "auto" and bool(self._go_back(batch, error.reason))
 
     def decide(
         self,
@@ -215,7 +225,7 @@ class ModeChoice:
                 raise Unproven(reason)
             if contents_of(self._module) != before:
                 raise Unproven("it writes into a list, a dict, an object or a counter")
-            kind = prove(
+            kind, read = prove(
                 self._module,
                 self._stacks,
                 batch=batch,
@@ -223,7 +233,7 @@ class ModeChoice:
                 num_microbatches=num_microbatches,
             )
         except Unproven as error:
-            self._chosen[str(form_of(batch))] = "blocks"
+            self._chosen[str(form_of(batch))] = "blocks", {}
             rank_zero_info(
                 "roundpipe: microbatching='blocks', because training_step on microbatches is not "
                 f"proven to be the same: {error}. The head and the loss are computed on one worker "
@@ -231,7 +241,7 @@ class ModeChoice:
                 "microbatching='step' is faster. Naming either settles it."
             )
             return
-        self._chosen[str(form_of(batch))] = kind.value
+        self._chosen[str(form_of(batch))] = kind.value, read
         rank_zero_info(
             "roundpipe: microbatching='step' from the next batch on: the loss is proven to be a "
             "weighted mean over microbatches, which costs nothing but rounding; "
@@ -244,6 +254,13 @@ class ModeChoice:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._mode == "auto":
             self._chosen.update(state)
+
+
+def _read(module: LightningModule, path: str) -> Any:
+    try:
+        return attrgetter(path)(module)
+    except AttributeError:  # it was deleted: no plain value
+        return ()
 
 
 def contents_of(module: LightningModule) -> list[Any]:

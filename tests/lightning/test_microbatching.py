@@ -28,6 +28,9 @@ from tests.kit.training import (
     train_with,
 )
 
+unseen = SimpleNamespace(batch_idx=0)
+"""What a step decides by here changes its later batches, and no proof sees it."""
+
 
 class Counts(Regressor):
     """Counts its steps somewhere."""
@@ -140,12 +143,15 @@ class Changing(LanguageModel):
         super().__init__("adamw")
         self.change = change
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        unseen.batch_idx = batch_idx
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         x = self.embedding(batch["input_ids"])
         for layer in self.layers:
             x = layer(x)
         logits, labels = self.head(x)[:, :-1], batch["labels"][:, 1:]
-        if batch_idx >= 2:
+        if unseen.batch_idx >= 2:
             return self.change(self, logits, labels)
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
@@ -207,16 +213,19 @@ class Counting(Regressor):
         self.layers.insert(1, nn.BatchNorm1d(WIDTH, affine=False))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        writes = batch_idx >= 2
+        writes = unseen.batch_idx >= 2
         if writes and self.into == "a buffer":
             self.seen += 1
         if writes and self.into == "a buffer, anew":
             self.seen = self.seen + batch[0].shape[0]
+        if writes and self.into == "a new flag":  # as transformers does once
+            self.is_ready = True
         if writes and self.into == "an attribute":
             self.number += batch[0].shape[0]
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        unseen.batch_idx = batch_idx
         self.layers[1].train(batch_idx >= 2 and self.into == "a block's buffers")
 
 
@@ -236,11 +245,63 @@ def test_what_a_later_batch_writes_is_written_once(tmp_path: Path, kind: Any, in
     assert parameter_error(module, one) < 1e-5
 
 
+class Alternating(Regressor):
+    """Its fourth batch has another loss, over pairs of samples."""
+
+    is_late = False
+
+    def __init__(self, asks: Callable[[Alternating, int], bool]) -> None:
+        super().__init__()
+        self.asks = asks
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.is_late = batch_idx == 3
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self(batch[0])
+        self.log("batch", (batch_idx + 1) / 2)
+        if self.asks(self, batch_idx):
+            pairs = outputs @ batch[1].T
+            return functional.cross_entropy(pairs, torch.arange(len(pairs), device=pairs.device))
+        return functional.mse_loss(outputs, batch[1])
+
+
+DECISIONS: dict[str, Callable[[Alternating, int], bool]] = {
+    "a number": lambda module, batch_idx: batch_idx == 3,
+    "a remainder": lambda module, batch_idx: (batch_idx + 1) % 4 == 0,
+    "a place": lambda module, batch_idx: [False, False, False, True][batch_idx],
+    "a set": lambda module, batch_idx: batch_idx in {3, 5},
+    "a step": lambda module, batch_idx: (module.global_step + 1) / 4 >= 1,
+    "the last batch": lambda module, batch_idx: module.trainer.is_last_batch,
+    "a hook": lambda module, batch_idx: module.is_late,
+}
+
+
+@pytest.mark.parametrize("by", DECISIONS)
+def test_a_later_batch_with_another_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
+    strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
+    (one, _), (module, _) = train_with(
+        tmp_path, strategies, lambda: Alternating(DECISIONS[by]), regression_data(), max_epochs=1
+    )
+    assert parameter_error(module, one) < 1e-5
+    reasons = ["is proven", "the step reads is_late, which has changed"]
+    expected = reasons if by == "a hook" else ["it decides by batch_idx or by the Trainer's epoch"]
+    assert len(said) == len(expected)
+    assert all(reason in text for reason, text in zip(expected, said, strict=True))
+
+
 def test_pinned_steps_say_what_they_write(tmp_path: Path) -> None:
     strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
     trainer = make_trainer(tmp_path, strategy=strategy, max_steps=3)
     with pytest.warns(UserWarning, match=r"writes Counting\.number: .* Set microbatching='blocks'"):
         trainer.fit(Counting("an attribute"), regression_data())
+    strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
+    trainer = make_trainer(tmp_path, strategy=strategy, max_steps=3)
+    trainer.fit(Counting("a new flag"), regression_data())
 
 
 def test_a_mean_over_rows_is_weighed_by_rows(tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ class Writes:
         changed = ""
         for module, attributes in written.values():
             for name, value in attributes.items():
-                if name not in HOOKS and getattr(module, name, DELETED) is not value:
+                before = getattr(module, name, DELETED)
+                is_new_flag = before is DELETED and isinstance(value, bool)
+                if not (name in HOOKS or before is value or is_new_flag):
                     changed = f"{type(module).__name__}.{name}"
                 write_through(module, name, value)
         return changed

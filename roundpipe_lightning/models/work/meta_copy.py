@@ -39,6 +39,7 @@ _SHARED = (
 )
 """Types that nobody changes, so that the copy can share them with the original."""
 
+_PLAIN = (type(None), bool, int, float, str)
 _MOST_OBJECTS = 50_000
 _MOST_BYTES = 2**26
 _ENTRANCES = ("training_step", "forward")
@@ -56,6 +57,7 @@ class MetaCopy:
 
     Attributes:
         reason_not_copied: Why something the copy's code asks for was not copied; None so far.
+        read: Plain values that the copy's code has read off modules, by the original and the name.
 
     Raises:
         ConfigurationError: The module's code changes what is no part of the module.
@@ -70,6 +72,7 @@ class MetaCopy:
         replaced: Iterable[tuple[object, object]] = (),
     ) -> None:
         self.reason_not_copied: str | None = None
+        self.read: dict[tuple[nn.Module, str], Any] = {}
         self._dtype = compute_dtype
         self._made: dict[int, tuple[object, Any]] = {id(a): (a, b) for a, b in replaced}
         self._modules: dict[nn.Module, nn.Module] = {}
@@ -252,6 +255,13 @@ class _Copied:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Do not run the user class's own hook for classes: no user class is being defined."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if type(value) in _PLAIN and not hasattr(nn.Module, name):
+            copier = self.__dict__["_copier"]
+            copier.read[copier.original(self), name] = value
+        return value
 
     def __getattr__(self, name: str) -> Any:
         # Called only where the instance and its class have no such attribute.

@@ -95,8 +95,10 @@ def prove(
     batch: Any,
     arguments: Sequence[Any],
     num_microbatches: int,
-) -> LossKind:
+) -> tuple[LossKind, dict[str, Any]]:
     """Return what a batch's loss is of those of its microbatches; see `prove_step`.
+
+    Also plain attributes of modules that the step reads outside the blocks, by their path.
 
     Raises:
         Unproven: It is not proven to be either.
@@ -114,12 +116,14 @@ def prove(
                 raise Unproven("it logs what is no mean over batches")
             if how.get("batch_size") not in (None, num_rows):
                 raise Unproven("it logs with a batch_size other than the batch's rows")
-            logged.extend(name.values() if isinstance(name, Mapping) else [value])
+            values = name.values() if isinstance(name, Mapping) else [value]
+            logged.extend(0 if isinstance(value, _Later) else value for value in values)
 
         for block, forward in zip(blocks, forwards, strict=True):
             copy.module_copy(block).__dict__["forward"] = around(forward)
         copy.module.__dict__.update(log=log, log_dict=log)
-        output = copy.module.training_step(given, *arguments)
+        later = [_Later() if type(argument) is int else argument for argument in arguments]
+        output = copy.module.training_step(given, *later)
         if isinstance(output, Mapping) and set(output) != {"loss"}:
             raise Unproven("it returns more than the loss")
         loss = loss_of(output)
@@ -131,8 +135,7 @@ def prove(
     try:
         with alone():
             replaced = list(_replaced(module, proves=True))
-            settings = {**_settings(module), "_trainer": _ReadOnlyTrainer(module.trainer, _Later)}
-            copy = MetaCopy(module, settings=settings, replaced=replaced)
+            copy = MetaCopy(module, settings=_settings(module, proves=True), replaced=replaced)
             forwards += [copy.module_copy(block).forward for block in blocks]
             num_rows = len(next(tensors_in(batch), ()))
             sizes = {num_rows, max(1, num_rows // num_microbatches)}
@@ -140,7 +143,14 @@ def prove(
         states = [tree_leaves(state) for state in (before, random_state())]
         if any(not _same(a, b) for a, b in zip(*states, strict=True)):
             raise Unproven("it draws random numbers")
-        return kind
+        inside = {child for block in blocks for child in block.modules()}
+        paths = {child: path + "." * bool(path) for path, child in module.named_modules()}
+        read = {
+            paths[child] + name: value
+            for (child, name), value in copy.read.items()
+            if child in paths and child not in inside
+        }
+        return kind, read
     except Unproven:
         raise
     except Exception as error:
@@ -153,21 +163,21 @@ def _same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
-def _settings(module: LightningModule) -> Mapping[str, Any]:
+def _settings(module: LightningModule, *, proves: bool = False) -> Mapping[str, Any]:
     """Return the copy's replacements for attributes that reach out of the module."""
 
     def say_nothing(*_: Any, **__: Any) -> None:
         """Stand in for `log`, `log_dict` and `print`."""
 
     return {
-        "_trainer": _ReadOnlyTrainer(module.trainer),
+        "_trainer": _ReadOnlyTrainer(module.trainer, proves=proves),
         "_device": torch.device("meta"),
         **dict.fromkeys(("log", "log_dict", "print"), say_nothing),
     }
 
 
 def _replaced(module: LightningModule, *, proves: bool = False) -> Iterator[tuple[object, object]]:
-    yield module.trainer, _ReadOnlyTrainer(module.trainer, _Later if proves else int)
+    yield module.trainer, _ReadOnlyTrainer(module.trainer, proves=proves)
     for child in module.modules():
         if isinstance(child, MetricCollection) and not proves:
             yield child, MetricCollection([])
@@ -175,30 +185,42 @@ def _replaced(module: LightningModule, *, proves: bool = False) -> Iterator[tupl
             yield child, SilentMetric(ends_proof=proves)
 
 
-def _refuse(*_: object) -> NoReturn:
-    raise Unproven("it decides by the Trainer's epoch or step, and goes another way later perhaps")
+class _Later:
+    """Stands for a number that changes while a training runs: to decide by it ends a proof."""
 
+    def _refuse(self, *_: object) -> NoReturn:
+        raise Unproven(
+            "it decides by batch_idx or by the Trainer's epoch or step, and goes another way later "
+            "perhaps"
+        )
 
-_DECIDING = "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __mod__ __bool__".split()
-_Later: type[int] = type("_Later", (int,), dict.fromkeys(_DECIDING, _refuse))
-"""A number that changes while a training runs: to decide by it ends a proof."""
+    def _weigh(self, other: Any) -> Any:
+        return other.clone() if isinstance(other, Tensor) else self
+
+    def __format__(self, _: str) -> str:
+        """Return a text that says nothing."""
+        return "0"
+
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = _weigh
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = _refuse
+    __mod__ = __floordiv__ = __index__ = __int__ = __float__ = _refuse
 
 
 class _ReadOnlyTrainer:
     """Gives the plain values of a Trainer and nothing else.
 
     Args:
-        counts: The type of `current_epoch` and `global_step`.
+        proves: Whether what changes from batch to batch is not given.
     """
 
-    def __init__(self, trainer: Trainer, counts: type[int] = int) -> None:
+    def __init__(self, trainer: Trainer, *, proves: bool = False) -> None:
         object.__setattr__(self, "_trainer", trainer)
-        object.__setattr__(self, "_counts", counts)
+        object.__setattr__(self, "_proves", proves)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._trainer, name)
-        if name in ("current_epoch", "global_step"):
-            return self._counts(value)
+        if self._proves and name in ("current_epoch", "global_step", "is_last_batch"):
+            return _Later()
         if isinstance(value, _PLAIN):
             return value
         raise ConfigurationError(f"The step uses the Trainer's {name}.")
