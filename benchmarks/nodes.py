@@ -75,9 +75,12 @@ def kills(trials: int, seed: int) -> dict[str, Any]:
             num, kind = 2 + trial % 2, kinds[trial // 2 % len(kinds)]
             one = lose_one(num, kind, Path(name) / f"trial{trial}", links, chosen)
             found.append(one)
-            resumed = parameters(run(num, Path(name) / f"trial{trial}", links))
-            if not all(map(torch.equal, resumed, whole[num])):
-                one["wrong"] = "the resumed training ended with other bits"
+            try:
+                resumed = parameters(run(num, Path(name) / f"trial{trial}", links))
+                if not all(map(torch.equal, resumed, whole[num])):
+                    one["wrong"] = "the resumed training ended with other bits"
+            except HostError as error:
+                one["wrong"] = f"the training could not be resumed: {error}"
             if "wrong" in one:
                 wrong.append(one)
             shutil.rmtree(Path(name) / f"trial{trial}")
