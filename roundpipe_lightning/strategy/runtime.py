@@ -586,6 +586,11 @@ class PipelineRuntime:
         has_copies = self._upload_dtype is not None and self._moves
         return self.hosts is not None and has_copies
 
+    @property
+    def is_dividing(self) -> bool:
+        """Whether hosts that have a part of the parameters wait for this one's gradients."""
+        return self.divides_parameters and self.updater is not None and self.updater.is_awaited
+
     def _batch_ended(self, batch: InFlightBatch, *, has_trained: bool) -> None:
         """Call listeners, and let the planner know how long the step took."""
         self.last = batch

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.errors import ConfigurationError, HostError
 from roundpipe_lightning.planning.cost.device_memory import MemoryKind
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.hosts import run_on_hosts
@@ -139,6 +139,63 @@ def test_a_host_has_pages_of_what_it_owns(tmp_path: Path) -> None:
     assert all(map(torch.equal, weights.values(), first.read))
     state = saved["optimizer_states"][0]["state"]
     assert all(state[number]["exp_avg"].shape == p.shape for number, p in enumerate(first.read))
+
+
+class ReadsOutside(Wide):
+    """Its step looks at a block's matrix on one host alone."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank > 0:
+            return loss
+        weight: Any = self.layers[1].weight
+        loss += weight.float().square().sum() * self.trainer.num_nodes  # a host has its share
+        return loss
+
+
+def in_the_middle(self: Any, trainer: Trainer, module: Any, *_: Any) -> None:
+    if trainer.global_step == 1 and trainer.is_global_zero:
+        self.read = module.layers[1].weight.detach().clone()
+
+
+def read_on_one(_: int, folder: Path, hook: str, num: int) -> list[Tensor]:
+    torch.manual_seed(3)
+    promise = {"requires_optimizer_sync": False}
+    callback = type("Early", (Callback,), {**promise, hook: in_the_middle} if hook else {})()
+    strategy = EmulatedStrategy(
+        timeout_seconds=60, upload_dtype="bf16", microbatching="blocks", num_microbatches=2
+    )
+    trainer = make_trainer(
+        folder,
+        strategy=strategy,
+        precision="bf16-mixed",
+        num_nodes=num,
+        max_steps=3,
+        callbacks=[callback],
+    )
+    module = Wide() if hook else ReadsOutside()
+    trainer.fit(module, DataLoader(torch.randn(16, WIDTH), batch_size=4 // num))  # type: ignore[arg-type]
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward"])
+def test_who_reads_in_the_middle_of_a_step_is_refused_at_once(tmp_path: Path, hook: str) -> None:
+    """Others wait for its gradients then, and cannot answer."""
+    first, second = run_on_hosts(2, read_on_one, tmp_path, hook, 2)
+    assert type(first) is ConfigurationError
+    assert "in_the_middle" in str(first)
+    assert "looks at parameters while the step is made" in str(first)
+    assert "on_train_batch_end" in str(first)
+    assert type(second) is HostError
+    assert "Host 1 lost host 0" in str(second)
+
+
+def test_a_step_may_look_at_a_matrix_outside_its_block(tmp_path: Path) -> None:
+    one = read_on_one(0, tmp_path, "", 1)
+    for seen in run_on_hosts(2, read_on_one, tmp_path, "", 2):
+        if isinstance(seen, BaseException):
+            raise seen
+        assert all(float((a - b).abs().mean()) < 1e-3 for a, b in zip(seen, one, strict=True))
 
 
 class PlannedAsGpu(EmulatedStrategy):

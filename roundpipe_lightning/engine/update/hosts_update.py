@@ -138,6 +138,11 @@ class JointStep:
             while not self._changed.wait_for(has_room, _POLL_SECONDS):
                 pass  # nobody says that a step is given up
 
+    @property
+    def is_weighed(self) -> bool:
+        """Whether this host's share is known: others wait for its gradients."""
+        return self._share.done()
+
     def is_given(self, number: int) -> bool:
         return self._given[number].done()
 

@@ -227,6 +227,12 @@ class Updater:
         if share is not None:
             self._batch.weigh(share)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether other hosts wait for the step that was begun here, and for nothing else."""
+        joint = None if self._begun is None else self._begun.joint
+        return joint is not None and joint.is_weighed
+
     def add_up(self, *, adds: bool) -> None:
         """Say whether the batch that begins has each block's gradients added to `.grad` at once.
 
@@ -544,7 +550,7 @@ class Updater:
             for number in sorted({begun.joint.number_of[p] for p in mine}):
                 members = begun.joint.members[number]
                 if any(p in elsewhere for p in members):  # more is to come
-                    mine = {p: g for p, g in mine.items() if p not in members}
+                    mine = {p: g for p, g in mine.items() if begun.joint.number_of[p] != number}
                     continue
                 self._announce(self._in_order(members), is_new=is_new)
                 some = {p: mine[p] for p in members if p in mine}

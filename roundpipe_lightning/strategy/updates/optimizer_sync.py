@@ -350,6 +350,12 @@ class OptimizerSync:
                 "only a part: that does not work yet. Leave it out, or set num_nodes=1; see "
                 "docs/nodes.md."
             )
+        looks = what in (Access.VALUES, Access.ADDRESS)
+        if looks and self._runtime.is_dividing:
+            raise ConfigurationError(
+                f"{describe_code(frame)} looks at parameters while the step is made, when each of "
+                "several hosts has only a part of them. Look at them in on_train_batch_end."
+            )
         if what is Access.GRADIENT:
             if parameter in self._stepped_early:
                 raise GradientError(
@@ -369,7 +375,7 @@ class OptimizerSync:
                     "nothing."
                 )
             self._runtime.finish_update()
-        if what in (Access.VALUES, Access.ADDRESS):
+        if looks:
             self._runtime.make_whole()
 
     def _refuse_elsewhere(self, what: Access, frame: FrameType) -> None:
