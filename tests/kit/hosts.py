@@ -155,7 +155,7 @@ def start_hosts(
     started = []
     for rank, variables in enumerate(environments or by_hand):
         mine, theirs = _context.Pipe(duplex=False)
-        given = {**variables, "MASTER_PORT": port}
+        given = {"MASTER_PORT": port, **variables}
         process = _context.Process(target=_serve, args=(theirs, rank, given, function, args))
         process.start()
         theirs.close()

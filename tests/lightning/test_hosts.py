@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import DataLoader, Sampler
@@ -595,6 +596,42 @@ def test_who_is_lost_before_all_have_met_is_named(tmp_path: Path, how: str, mess
     first = run_on_hosts(3, meet, tmp_path, how)[0]
     assert type(first) is HostError
     assert re.search(message, str(first))
+
+
+def fit_once(rank: int, folder: Path) -> int:
+    trainer = make_trainer(
+        folder / f"host{rank}",
+        strategy=RoundPipeStrategy(timeout_seconds=60),
+        num_nodes=2,
+        max_steps=1,
+    )
+    trainer.fit(Regressor(num_blocks=2), regression_data(12, batch_size=6))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("restarts", [("0", "0"), ("2", "1")])
+def test_hosts_meet_again_that_an_agent_has_restarted(
+    tmp_path: Path, restarts: Sequence[str]
+) -> None:
+    """The store has what hosts told before; agents count the restarts after a failure of theirs."""
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = [
+        {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(agent.port),
+            "WORLD_SIZE": "2",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": "test",
+            "LOCAL_RANK": "0",
+            "RANK": str(rank),
+            "GROUP_RANK": str(rank),
+        }
+        for rank in (0, 1)
+    ]
+    assert run_on_hosts(2, fit_once, tmp_path, environments=places) == [1, 1]
+    for place, count in zip(places, restarts, strict=True):
+        place["TORCHELASTIC_RESTART_COUNT"] = count
+    assert run_on_hosts(2, fit_once, tmp_path, environments=places) == [1, 1]
 
 
 # Launches ----------------------------------------------------------------------------------------

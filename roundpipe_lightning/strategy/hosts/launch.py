@@ -161,14 +161,14 @@ class Meeting:
     def _run(self, met: Future[Hosts]) -> None:
         try:
             store = _get_default_store() if dist.is_initialized() else self._store()
-            addresses = self._wait_for_all(store, self._watch.address)
+            addresses = self._wait_for_all(store)
             self._watch.begin(addresses)
             if not dist.is_initialized():
                 if _BACKEND not in dist.Backend.backend_list:
                     dist.Backend.register_backend(_BACKEND, _watched_gloo, devices=["cpu"])
                 dist.init_process_group(
                     _BACKEND,
-                    store=store,
+                    store=PrefixStore(addresses[0][2], store),
                     rank=self._rank,
                     world_size=self._num,
                     timeout=self._timeout,
@@ -179,11 +179,10 @@ class Meeting:
             met.set_exception(error)
 
     def _store(self) -> Store:
-        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         try:
             server = TCPStore(
                 *self._main,
-                is_master=self._rank == 0 and not by_agent,
+                is_master=self._rank == 0 and not _by_agent(),
                 wait_for_workers=False,
                 timeout=self._timeout,
             )
@@ -194,35 +193,40 @@ class Meeting:
                 "started, its address or its port is another one, or something between the hosts "
                 f"does not let it through. ({error})"
             ) from error
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"roundpipe/{attempt}", server)
+        return PrefixStore("roundpipe", server)
 
-    def _wait_for_all(self, store: Store, address: Any) -> list[Any]:
-        """Return what every host has told of itself, by rank."""
+    def _wait_for_all(self, store: Store) -> list[Any]:
+        """Return what every host has told of itself, by rank.
+
+        An agent's store still has what hosts told before a restart. So each tells the secrets that
+        it has read, again and again: who knows this host's is there now.
+        """
+        *_, mine = address = self._watch.address
         begun = time.monotonic()
-        said: dict[int, Any] = {}
-        lives: dict[int, tuple[bytes, float]] = {}  # what a host wrote last, and when it was new
+        told, heard = dict[int, Any](), dict[int, float]()  # when it was new
         try:
-            store.set(f"host/{self._rank}", json.dumps({"num": self._num, "address": address}))
             while True:
                 now = self._answered = time.monotonic()
-                store.set(f"lives/{self._rank}", str(now))
                 for host in range(self._num):
-                    if host not in said and store.check([f"host/{host}"]):
-                        said[host] = json.loads(store.get(f"host/{host}"))
-                        self._check_num(host, said[host]["num"])
-                if len(said) == self._num:
+                    if store.check([f"host/{host}"]):
+                        new = json.loads(store.get(f"host/{host}"))
+                        heard[host] = heard[host] if told.get(host) == new else now
+                        told[host] = new
+                known = [of["address"][2] for of in told.values()]
+                said = {"num": self._num, "address": address, "known": known, "time": now}
+                store.set(f"host/{self._rank}", json.dumps(said))
+                there = [host for host in told if mine in told[host]["known"]]
+                for host in there:
+                    self._check_num(host, told[host]["num"])
+                if len(there) == self._num:
                     self._answered = None
-                    return [said[host]["address"] for host in range(self._num)]
-                for host in said:
-                    value = store.get(f"lives/{host}")
-                    if value != lives.get(host, (b"", now))[0]:
-                        lives[host] = (value, now)
-                    if now - lives[host][1] > hosts.PATIENCE_SECONDS:
-                        why = f"it came, and is not heard since {hosts.PATIENCE_SECONDS:g} s"
-                        raise lost_error(self._rank, host, where=_AT_THE_START, why=why)
+                    return [told[host]["address"] for host in range(self._num)]
+                lost = min(there if _by_agent() else told, key=heard.__getitem__, default=None)
+                if lost is not None and now - heard[lost] > hosts.PATIENCE_SECONDS:
+                    why = f"it came, and is not heard since {hosts.PATIENCE_SECONDS:g} s"
+                    raise lost_error(self._rank, lost, where=_AT_THE_START, why=why)
                 if now - begun > self._timeout.total_seconds():
-                    missing = ", ".join(str(n) for n in range(self._num) if n not in said)
+                    missing = ", ".join(str(n) for n in range(self._num) if n not in there)
                     raise HostError(
                         f"Host {self._rank} has waited {now - begun:.0f} s for hosts that have not "
                         f"come: {missing} of {self._num}. Start them, or look at their output."
@@ -240,6 +244,11 @@ class Meeting:
                 f"num_nodes={self._num} on host {self._rank}, but {theirs} on host {host}. Set the "
                 "same number on every host."
             )
+
+
+def _by_agent() -> bool:
+    """Whether torchrun's agent has the store, also while it restarts the hosts."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _watched_gloo(store: Store, rank: int, num: int, timeout: timedelta) -> WatchedGroup:
