@@ -16,9 +16,11 @@ from roundpipe_lightning.emulation.server import EmulatedServer, ServedDevice
 from roundpipe_lightning.emulation.tagged_tensor import raw_of, tag_of
 from roundpipe_lightning.emulation.timing import ComputeQueue, EmulatedTiming, HostClock
 from roundpipe_lightning.engine.device.base import CopyQueue, CpuDevice
-from roundpipe_lightning.engine.device.events import HostEvent
+from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.device.threads import Countdown
+from roundpipe_lightning.engine.transfer.copy_queue import Job
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import (
     Block,
     Regressor,
@@ -487,16 +489,31 @@ def test_what_is_brought_from_the_host_may_change_there_at_once(
 
 
 def test_a_timeline_knows_that_actions_wait_for_their_weights() -> None:
-    module, batches = Regressor(4), regression_batches(2)
-    slow = EmulatedTiming(upload_bytes_per_second=20_000, download_bytes_per_second=1e9)
+    whole, gate, late = Partition(forward=(), backward=(3,)), HostEvent("the bus"), list[Event]()
     with (
-        EmulatedServer(2, timing=slow) as server,
-        engine_for(module, num_microbatches=2, devices=server.devices) as engine,
+        EmulatedServer(1, timing=EmulatedTiming()) as server,
+        engine_for(
+            Regressor(3), num_microbatches=1, devices=server.devices, partition=whole
+        ) as engine,
     ):
-        result = mean_step(engine, batches)
-    waited = sum(w.weights_wait_seconds + w.boundaries_wait_seconds for w in result.traffic)
-    inside = sum(entry.waiting_seconds for entry in result.timeline.entries)
-    assert waited > 0.01
-    assert inside > waited / 2, "a few waits are between two actions"
-    spans = sum(entry.end_seconds - entry.start_seconds for entry in result.timeline.entries)
-    assert result.timeline.busy_seconds == pytest.approx(spans - inside)
+        transfers: Any = engine.workers[0].transfers
+        submit, await_event = transfers.uploads.submit, transfers.await_event
+
+        def held_up(job: Job) -> Event:
+            if "layers.1" in job.name:
+                job.after = (*job.after, gate)
+                late.append(job.event)
+            return submit(job)  # type: ignore[no-any-return]
+
+        def awaited(event: Event, reason: Any) -> None:
+            if event in late:  # within the one action: its first block has run
+                threading.Timer(0.05, gate.set).start()
+            await_event(event, reason)
+
+        transfers.uploads.submit, transfers.await_event = held_up, awaited
+        result = mean_step(engine, regression_batches(1))
+    (entry,), (traffic,) = result.timeline.entries, result.traffic
+    assert entry.waiting_seconds > 0.04
+    assert traffic.weights_wait_seconds > 0.04
+    span = entry.end_seconds - entry.start_seconds
+    assert result.timeline.busy_seconds == pytest.approx(span - entry.waiting_seconds)

@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.chain.saved_outputs import ChangedRecomputeWarning
-from roundpipe_lightning.engine.engine import UnusedStackWarning
 from roundpipe_lightning.errors import (
     BatchError,
     CaptureError,
@@ -25,7 +24,6 @@ from tests.kit.engine import (
     emulated_workers,
     engine_for,
     engine_of,
-    engine_step,
     layers_of,
     mean_step,
     plain_step,
@@ -36,7 +34,7 @@ from tests.kit.engine import (
 )
 
 NUM_MICROBATCHES = 4
-SERVERS = {"processor": None, "emulated": lambda: emulated_workers(2)}
+SERVERS = ("processor", "emulated")
 
 
 class PlannedError(Exception):
@@ -121,15 +119,19 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("server", SERVERS)
-@pytest.mark.parametrize("where", PLACES)
+ERRORS = {"exception": PlannedError, "exit": SystemExit, "generator exit": GeneratorExit}
+
+
 @pytest.mark.parametrize(
-    "make_error",
-    [lambda: PlannedError("planned"), lambda: SystemExit(3), lambda: GeneratorExit("planned")],
-    ids=["exception", "exit", "generator exit"],
+    ("where", "error", "server"),
+    [
+        *((where, "exception", server) for where in PLACES for server in SERVERS),
+        *(("step", error, "processor") for error in ("exit", "generator exit")),
+        *(("backward", error, "emulated") for error in ("exit", "generator exit")),
+    ],
 )
 def test_an_exception_of_the_third_microbatch_in_the_second_step(
-    where: str, server: str, make_error: Callable[[], BaseException]
+    where: str, error: str, server: str
 ) -> None:
     module = Failing()
     batches = regression_batches(NUM_MICROBATCHES)
@@ -139,28 +141,18 @@ def test_an_exception_of_the_third_microbatch_in_the_second_step(
         module, num_workers=2, num_microbatches=NUM_MICROBATCHES, devices=devices
     ) as engine:
         assert not differences(module, mean_step(engine, batches, call=_run), plain)
-        planned = make_error()
+        planned = ERRORS[error]("planned")
         module.traps[where].error = planned
         with pytest.raises(type(planned)) as caught:
             mean_step(engine, batches, call=_run)
         assert caught.value is planned
+        assert caught.traceback[-1].name == "spring"
         text = "".join(getattr(planned, "__notes__", ["".join(PLACES[where])]))
         for words in (*PLACES[where], "microbatch 2", "worker "):
             assert words in text
         del caught, planned
         for _ in range(2):
             assert not differences(module, mean_step(engine, batches, call=_run), plain)
-
-
-def test_the_traceback_reaches_into_user_code() -> None:
-    module = Failing()
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
-    module.traps["forward"].error = PlannedError("planned")
-    with pytest.raises(PlannedError) as caught:
-        engine_step(module, stack, plan, regression_batches(3), call=_run)
-    assert caught.traceback[-1].name == "spring"
-    assert any(entry.name == "run" for entry in caught.traceback)
 
 
 def test_an_exception_in_an_evaluation() -> None:
@@ -460,12 +452,6 @@ def test_a_scale_of_zero_skips_even_what_is_not_a_number() -> None:
     assert torch.isnan(result.losses[2])
     assert set(result.gradients) == set(module.parameters())
     assert all(gradient.isfinite().all() for gradient in result.gradients.values())
-
-
-def test_a_loss_that_misses_the_stack() -> None:
-    with pytest.warns(UnusedStackWarning, match="one chain"):
-        module, result = _outputs(lambda v, b, i: v.tail(b[0]).mean())
-    assert set(result.gradients) == set(module.tail.parameters())
 
 
 def test_as_many_microbatches_and_scales_as_planned() -> None:

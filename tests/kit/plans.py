@@ -1,4 +1,4 @@
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -11,11 +11,14 @@ from roundpipe_lightning.planning.model.work import BlockWork, MicrobatchShape, 
 from roundpipe_lightning.planning.schedule.plan import Plan, split_rounds
 from roundpipe_lightning.planning.schedule.stages import (
     Partition,
-    call_lengths,
     cuts_before,
     reversed_cuts,
 )
-from roundpipe_lightning.planning.search.partition import StageLimits, balanced_cuts
+from roundpipe_lightning.planning.search.partition import (
+    StageLimits,
+    balanced_cuts,
+    even_partitions,
+)
 
 
 def profile_module(module: nn.Module, stack: Blocks) -> ModelProfile:
@@ -45,10 +48,11 @@ def default_plan(
 
     The makespans of a few even partitions and round sizes are compared and the shortest is taken;
     of equally short ones that with the smallest BACKWARD stages (they need the least memory), then
-    the largest rounds (they upload the weights least often).
+    the largest rounds (they upload the weights least often). No stage behind the forward pass has
+    more than about a quarter of the blocks: their activations are what a worker must hold at once.
 
     Args:
-        profile: The model. Where all durations are zero, a block's backward counts as two forwards.
+        profile: The model.
         num_workers: Number of workers.
         num_microbatches: Number of microbatches per step.
         block_names: Names of the blocks; the profile's where none are given.
@@ -56,13 +60,14 @@ def default_plan(
     """
     if min(num_workers, num_microbatches) < 1:
         raise PlanError(f"{num_workers=} and {num_microbatches=} must be 1 or more.")
-    timed = _with_durations(profile)
-    partitions = list(_even_partitions(timed, num_workers=num_workers))
+    most = max(1, -(-profile.num_blocks // max(num_workers, 4)))
+    limits = StageLimits(forward=max(1, profile.num_blocks), backward=most, fused=most)
+    partitions = even_partitions(profile, limits=limits)
     table = PartitionTable.of(partitions)
     ranked: list[tuple[tuple[float, ...], int, Partition]] = []
     for round_size in _round_sizes(num_workers, num_microbatches):
         makespans = Evaluator(
-            profile=timed,
+            profile=profile,
             num_workers=num_workers,
             rounds=split_rounds(num_microbatches, round_size=round_size),
             hop_seconds=0.0,
@@ -140,49 +145,6 @@ def keeps_limits(partition: Partition, limits: StageLimits) -> bool:
 def keeps_cuts(partition: Partition, cuts: Sequence[int]) -> bool:
     spans = [stage.blocks for stage in partition.stages()]
     return not any(span.start < cut < span.stop for span in spans for cut in cuts)
-
-
-def _with_durations(profile: ModelProfile) -> ModelProfile:
-    """Give unknown durations values that balance by number of blocks."""
-    segments = (*profile.blocks, profile.tail)
-    if any(segment.forward_seconds or segment.backward_seconds for segment in segments):
-        return profile
-
-    def unit(block: BlockProfile) -> BlockProfile:
-        return replace(block, forward_seconds=1.0, backward_seconds=2.0)
-
-    return replace(profile, blocks=tuple(map(unit, profile.blocks)), tail=unit(profile.tail))
-
-
-def _even_partitions(profile: ModelProfile, *, num_workers: int) -> Iterator[Partition]:
-    """Yield partitions whose forward and backward stages take about equally long.
-
-    No BACKWARD stage has more than about a quarter of the blocks, the fused stage no more than a
-    BACKWARD one: their activations are what a worker must hold at once.
-    """
-    if not profile.blocks:
-        yield Partition(forward=(), backward=(0,))
-        return
-    seen: set[Partition] = set()
-    fewest = min(max(num_workers, 4), profile.num_blocks)
-    weights = [block.recompute_seconds + block.backward_seconds for block in profile.blocks]
-    share = sum(block.forward_seconds for block in profile.blocks) / (sum(weights) or 1.0)
-    last_call = call_lengths(profile.num_blocks, profile.cuts)[-1]
-    step = max(1, (profile.num_blocks - fewest) // 12)
-    for num_backward in [*range(fewest, profile.num_blocks, step), profile.num_blocks]:
-        parts = balanced_cuts(weights, num_parts=num_backward, cuts=profile.cuts)
-        largest = min(max(parts), last_call)
-        for num_fused in sorted({0, largest // 2, largest}):
-            for extra in (0, 1):
-                partition = balanced_partition(
-                    profile,
-                    num_fused=num_fused,
-                    num_forward=max(1, round(num_backward * share)) + extra,
-                    num_backward=num_backward,
-                )
-                if partition not in seen:
-                    seen.add(partition)
-                    yield partition
 
 
 def _round_sizes(num_workers: int, num_microbatches: int) -> list[int]:

@@ -37,8 +37,10 @@ def fit(folder: Path, strategy: Any, module: LightningModule, data: Any, **flags
     return trainer
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(("devices", "num_microbatches"), [(1, 1), (1, 3), (2, "auto"), (4, 8)])
+@pytest.mark.parametrize(
+    ("optimizer", "devices", "num_microbatches"),
+    [("sgd", 1, 1), ("adamw", 1, 3), ("sgd", 2, "auto"), ("adamw", 2, "auto"), ("sgd", 4, 8)],
+)
 def test_20_steps_on_padded_batches(
     tmp_path: Path, optimizer: str, devices: int, num_microbatches: Any
 ) -> None:

@@ -319,41 +319,100 @@ def waiting_and_not() -> list[RoundPipeStrategy]:
     return [RoundPipeStrategy(num_microbatches=2), Overlapping(num_microbatches=2)]
 
 
-class _Reader(Callback):
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def note(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self.seen.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+def _read(module: Any, seen: list[Tensor]) -> None:
+    seen.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
 
 
-def _reader_of(hook: str) -> _Reader:
-    kind: Any = type("Reads", (_Reader,), {hook: _Reader.note})
-    reader: _Reader = kind()
-    return reader
+def _in_callback(hook: str, seen: list[Tensor]) -> Any:
+    reads = {hook: lambda self, trainer, module, *_: _read(module, seen)}
+    return Grouped(), shuffled(), [type("Reads", (Callback,), reads)()]
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        "on_train_batch_end",
-        "on_train_batch_start",
-        "on_train_epoch_end",
-        "on_train_epoch_start",
-        "on_validation_start",
-        "on_train_end",
-        "on_before_zero_grad",
-        "on_after_backward",
-    ],
-)
-def test_callbacks_see_finished_parameters(tmp_path: Path, hook: str, slow_updates: None) -> None:
-    seen = []
+def _in_module(hook: str, seen: list[Tensor]) -> Any:
+    def note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(super(kind, self), hook)(*args, **kwargs)
+        _read(self, seen)
+        return result
+
+    kind = type("Reads", (Grouped,), {hook: note})
+    return kind(), shuffled(), []
+
+
+def _after_step(seen: list[Tensor]) -> Any:
+    class Hooked(Grouped):
+        def configure_optimizers(self) -> Any:
+            made = super().configure_optimizers()
+            made[0][0].register_step_post_hook(lambda *_: _read(self, seen))
+            return made
+
+    return Hooked(), shuffled(), []
+
+
+def _in_collate(seen: list[Tensor]) -> Any:
+    module = Grouped()
+
+    def collate(rows: Any) -> Any:
+        _read(module, seen)
+        return torch.utils.data.default_collate(rows)
+
+    data = regression_data(12).dataset
+    return module, torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate), []
+
+
+def _in_new_loaders(seen: list[Tensor]) -> Any:
+    class Chooses(Grouped):
+        def train_dataloader(self) -> Any:
+            _read(self, seen)
+            return shuffled()
+
+    return Chooses(), None, []
+
+
+READERS: dict[str, Callable[[list[Tensor]], Any]] = {
+    **{
+        f"callback's {hook}": partial(_in_callback, hook)
+        for hook in (
+            "on_train_batch_end",
+            "on_train_batch_start",
+            "on_train_epoch_end",
+            "on_train_epoch_start",
+            "on_validation_start",
+            "on_train_end",
+            "on_before_zero_grad",
+            "on_after_backward",
+        )
+    },
+    **{
+        f"module's {hook}": partial(_in_module, hook)
+        for hook in (
+            "on_train_batch_end",
+            "on_validation_model_zero_grad",
+            "on_after_batch_transfer",
+            "lr_scheduler_step",
+            "optimizer_step",
+        )
+    },
+    "hook of the step": _after_step,
+    "collate function": _in_collate,
+    "loaders that are made anew": _in_new_loaders,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_whoever_reads_finds_finished_parameters(
+    tmp_path: Path, name: str, slow_updates: None
+) -> None:
+    runs = []
     for strategy in waiting_and_not():
-        reader = _reader_of(hook)
-        fit(tmp_path, strategy, callbacks=[reader])
-        seen.append(reader.seen)
-    assert len(seen[0]) == len(seen[1]) > 0
-    assert all(map(torch.equal, *seen))
+        torch.manual_seed(3)
+        seen: list[Tensor] = []
+        module, data, callbacks = READERS[name](seen)
+        flags = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+        trainer = make_trainer(tmp_path, strategy=strategy, callbacks=callbacks, **flags)
+        trainer.fit(module, data, regression_data(9))
+        runs.append(seen)
+    assert len(runs[0]) == len(runs[1]) > 0
+    assert all(map(torch.equal, *runs))
 
 
 def _norm(module: nn.Module) -> Tensor:
@@ -444,24 +503,6 @@ def test_whoever_looks_finds_what_one_device_has(
     assert all(map(torch.equal, *runs))
 
 
-def test_a_collate_function_finds_finished_parameters(tmp_path: Path, slow_updates: None) -> None:
-    runs = []
-    for strategy in waiting_and_not():
-        torch.manual_seed(3)
-        module = Grouped()
-        seen: list[Tensor] = []
-
-        def collate(rows: Any, module: Any = module, seen: Any = seen) -> Any:
-            seen.append(_norm(module))
-            return torch.utils.data.default_collate(rows)
-
-        data = torch.utils.data.TensorDataset(torch.randn(12, WIDTH), torch.randn(12, 1))
-        loader = torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate)
-        make_trainer(tmp_path, strategy=strategy, limit_val_batches=0).fit(module, loader)
-        runs.append(seen)
-    assert all(map(torch.equal, *runs))
-
-
 def test_a_gradient_that_is_gone_is_no_silence(tmp_path: Path) -> None:
     class LooksLate(Callback):
         def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
@@ -496,39 +537,13 @@ def test_lost_overlap_is_told_once(tmp_path: Path, callback: Any, told: str) -> 
     assert len([w for w in caught if re.search(told, str(w.message))]) == 1
 
 
-def test_parameters_are_the_users_again_afterwards(tmp_path: Path) -> None:
-    module, trainer = fit(tmp_path, EmulatedStrategy(num_microbatches=2, dry_run=False))
+def test_all_is_the_users_again_afterwards(tmp_path: Path) -> None:
+    mine = [LambdaCallback()]
+    strategy = EmulatedStrategy(num_microbatches=2, dry_run=False)
+    module, trainer = fit(tmp_path, strategy, callbacks=mine)
+    assert trainer.callbacks == mine  # type: ignore[attr-defined]
     assert {type(p) for p in module.parameters()} == {nn.Parameter}
     assert {type(o.state) for o in trainer.optimizers} == {defaultdict}
-
-
-@pytest.mark.parametrize(
-    "hook",
-    [
-        "on_train_batch_end",
-        "on_validation_model_zero_grad",
-        "on_after_batch_transfer",
-        "lr_scheduler_step",
-        "optimizer_step",
-    ],
-)
-def test_hooks_of_the_module_see_finished_parameters(
-    tmp_path: Path, hook: str, slow_updates: None
-) -> None:
-    runs = []
-    for strategy in waiting_and_not():
-        seen: list[Tensor] = []
-
-        def note(self: Any, *args: Any, seen: list[Tensor] = seen, **kwargs: Any) -> Any:
-            result = getattr(super(Grouped, self), hook)(*args, **kwargs)
-            seen.append(torch.cat([p.detach().flatten() for p in self.parameters()]))
-            return result
-
-        torch.manual_seed(3)
-        fit(tmp_path, strategy, type("Reads", (Grouped,), {hook: note})())
-        runs.append(seen)
-    assert len(runs[0]) == len(runs[1]) > 0
-    assert all(map(torch.equal, *runs))
 
 
 def test_whose_hooks_are_to_find_gradients() -> None:
@@ -582,48 +597,6 @@ def test_a_step_runs_while_the_next_batch_is_fetched(
     trainer.fit(Regressor(), loader)
     assert all(waited)
     assert trainer.global_step == 2
-
-
-def test_loaders_that_are_made_anew_see_finished_parameters(
-    tmp_path: Path, slow_updates: None
-) -> None:
-    class Chooses(Regressor):
-        """Chooses its data by what it has learnt."""
-
-        def train_dataloader(self) -> Any:
-            torch.manual_seed(int(self.head.weight.detach().sum() * 1e6) % 1000)
-            data = torch.utils.data.TensorDataset(torch.randn(8, WIDTH), torch.randn(8, 1))
-            return torch.utils.data.DataLoader(data, batch_size=4)
-
-    modules = []
-    for strategy in waiting_and_not():
-        torch.manual_seed(3)
-        modules.append(Chooses())
-        flags = {"strategy": strategy, "reload_dataloaders_every_n_epochs": 1}
-        make_trainer(tmp_path, **flags).fit(modules[-1])
-    assert same_bits(*modules)
-
-
-def test_step_hooks_see_the_whole_step(tmp_path: Path) -> None:
-    class Hooked(Grouped):
-        seen: Any
-
-        def configure_optimizers(self) -> Any:
-            made = super().configure_optimizers()
-            made[0][0].register_step_post_hook(
-                lambda *_: self.seen.append(self.head.weight.detach().clone())
-            )
-            return made
-
-    runs = []
-    for strategy in waiting_and_not():
-        torch.manual_seed(3)
-        module = Hooked()
-        module.seen = []
-        fit(tmp_path, strategy, module)
-        runs.append(module.seen)
-    assert len(runs[0]) == 8
-    assert all(map(torch.equal, *runs))
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -705,12 +678,6 @@ def test_an_error_of_the_user_does_not_lose_the_last_step(
     assert same_bits(*modules)
 
 
-def test_callbacks_are_the_users_again_afterwards(tmp_path: Path) -> None:
-    mine = [LambdaCallback()]
-    _, trainer = fit(tmp_path, Overlapping(num_microbatches=2), callbacks=mine)
-    assert trainer.callbacks == mine  # type: ignore[attr-defined]
-
-
 # ------------------------------------------------------------------------------------ asynchronous
 
 
@@ -784,9 +751,15 @@ class _Whole(Sum):
     kind = _Counts
 
 
-@pytest.mark.parametrize("make", [Sum, _Whole])
-@pytest.mark.parametrize("kind", [EmulatedStrategy, Overlapping])
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "kind", "window"),
+    [
+        (Sum, EmulatedStrategy, 1),
+        (Sum, Overlapping, 2),
+        (_Whole, EmulatedStrategy, 2),
+        (_Whole, Overlapping, 1),
+    ],
+)
 @pytest.mark.parametrize(("update", "staleness"), [("exact", 0), ("async", 1)])
 def test_staleness_by_hand(
     tmp_path: Path,

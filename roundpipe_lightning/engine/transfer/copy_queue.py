@@ -59,6 +59,8 @@ class Job:
         is_direct: Whether it comes from another device, without the host.
         opens: Called in the queue's thread before the first copy; returns the pieces.
         event: The end of the job. A device may wait for it when the last chunk was issued.
+        num_waits: How much of `after` is not done yet; the queue's.
+        is_over: Whether it has ended, or was given up; the queue's.
     """
 
     name: str
@@ -69,41 +71,33 @@ class Job:
     is_direct: bool = False
     opens: Callable[[], Sequence[tuple[Tensor, Tensor]]] | None = None
     event: HostEvent = field(init=False)
+    num_waits: int = field(init=False)
+    is_over: bool = field(init=False, default=False)
+    _chunks: Iterator[tuple[Tensor, Tensor]] | None = field(init=False, default=None)
+    _next: tuple[Tensor, Tensor] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.event = HostEvent(self.name)
+
+    def take_chunk(self, chunk_bytes: int) -> tuple[tuple[Tensor, Tensor] | None, bool]:
+        """Return the next chunk to copy, None if none is left, and whether it is the last one."""
+        if self._chunks is None:
+            pieces = self.pieces if self.opens is None else self.opens()
+            self._chunks = (chunk for d, s in pieces for chunk in cut_up(d, s, chunk_bytes))
+            self._next = next(self._chunks, None)
+        chunk, self._next = self._next, next(self._chunks, None)
+        return chunk, self._next is None
 
     def let_go(self) -> None:
         """Forget the tensors: an event may live longer than what was copied."""
         self.pieces, self.after, self.done, self.opens = (), (), None, None
 
 
-class _Entry:
-    """A job in a queue: how far it has come."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.num_waits = len(job.after)
-        self.is_over = False
-        self._chunks: Iterator[tuple[Tensor, Tensor]] | None = None
-        self._next: tuple[Tensor, Tensor] | None = None
-
-    def take_chunk(self, chunk_bytes: int) -> tuple[tuple[Tensor, Tensor] | None, bool]:
-        """Return the next chunk to copy, None if none is left, and whether it is the last one."""
-        if self._chunks is None:
-            job = self.job
-            pieces = job.pieces if job.opens is None else job.opens()
-            self._chunks = (chunk for d, s in pieces for chunk in cut_up(d, s, chunk_bytes))
-            self._next = next(self._chunks, None)
-        chunk, self._next = self._next, next(self._chunks, None)
-        return chunk, self._next is None
-
-
 @dataclass(kw_only=True, eq=False)
 class _Chunk:
     """A copy that is in flight."""
 
-    entry: _Entry
+    job: Job
     event: Event
     dst: Tensor
     src: Tensor  # where it comes from: memory that nobody holds is used again
@@ -138,8 +132,8 @@ class TransferQueue:
         self._is_idle = threading.Condition(lock)
         self._in_flight: deque[_Chunk] = deque()
         self._present = ""  # the name of the job that it works at
-        self._ready: list[tuple[int, int, _Entry]] = []
-        self._entries: dict[_Entry, int] = {}  # not over, with their numbers
+        self._ready: list[tuple[int, int, Job]] = []
+        self._jobs: dict[Job, int] = {}  # not over, with their numbers
         self._num_submitted = 0
         self._is_busy = False
         self._is_closed = False
@@ -153,54 +147,54 @@ class TransferQueue:
         Raises:
             RuntimeError: The system gives no thread; the job is not taken then.
         """
-        entry = _Entry(job)
+        job.num_waits = len(job.after)
         with self._changed:
             assert not self._is_closed, "the engine is open"
             if self._thread is None:
                 thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
                 thread.start()
                 self._thread = thread
-            self._entries[entry] = self._num_submitted
+            self._jobs[job] = self._num_submitted
             self._num_submitted += 1
-            if not entry.num_waits:
-                self._push(entry)
+            if not job.num_waits:
+                self._push(job)
         for event in job.after:
-            event.when_done(lambda: self._came(entry))
+            event.when_done(lambda: self._came(job))
         return job.event
 
-    def _came(self, entry: _Entry) -> None:
+    def _came(self, job: Job) -> None:
         with self._changed:
-            entry.num_waits -= 1
-            if not entry.num_waits and not entry.is_over:
-                self._push(entry)
+            job.num_waits -= 1
+            if not job.num_waits and not job.is_over:
+                self._push(job)
 
-    def _push(self, entry: _Entry) -> None:
-        heapq.heappush(self._ready, (entry.job.priority, self._entries[entry], entry))
+    def _push(self, job: Job) -> None:
+        heapq.heappush(self._ready, (job.priority, self._jobs[job], job))
         self._changed.notify()
 
     def abort(self) -> None:
         """Give every job up. Copies in flight come to their end; see `drain`."""
         with self._changed:
-            given_up = list(self._entries)
-            for entry in given_up:
-                entry.is_over = True
-            self._entries.clear()
+            given_up = list(self._jobs)
+            for job in given_up:
+                job.is_over = True
+            self._jobs.clear()
             self._ready.clear()
             self._is_idle.notify_all()
-        for entry in given_up:
-            entry.job.event.abort()
-            entry.job.let_go()
+        for job in given_up:
+            job.event.abort()
+            job.let_go()
 
     def drain(self, *, timeout_seconds: float) -> bool:
         """Wait until every job is over and nothing is in flight; return whether that came to be."""
         with self._is_idle:
             return self._is_idle.wait_for(
-                lambda: not self._entries and not self._is_busy, timeout=timeout_seconds
+                lambda: not self._jobs and not self._is_busy, timeout=timeout_seconds
             )
 
     @property
     def num_jobs(self) -> int:
-        return len(self._entries)
+        return len(self._jobs)
 
     def close(self, *, timeout_seconds: float = 10.0) -> None:
         """Give up what is left and end the thread; one that hangs in a copy is left behind."""
@@ -218,61 +212,59 @@ class TransferQueue:
             with self._changed:
                 self._changed.wait_for(lambda: self._ready or self._in_flight or self._is_closed)
                 self._is_busy = True
-                entry = heapq.heappop(self._ready)[2] if self._ready else None
-            if entry is None and not self._in_flight:
+                job = heapq.heappop(self._ready)[2] if self._ready else None
+            if job is None and not self._in_flight:
                 return  # closed
             try:
-                if entry is not None:
-                    self._issue(entry)
-                if entry is None or len(self._in_flight) == MOST_IN_FLIGHT:
+                if job is not None:
+                    self._issue(job)
+                if job is None or len(self._in_flight) == MOST_IN_FLIGHT:
                     self._finish(self._in_flight.popleft())
             except BaseException as error:  # noqa: BLE001 - handed to the step, which raises it
                 self._fail(error)
-            del entry
+            del job
             with self._changed:
                 self._is_busy = bool(self._in_flight)
-                if not self._is_busy and not self._entries:
+                if not self._is_busy and not self._jobs:
                     self._is_idle.notify_all()
 
-    def _issue(self, entry: _Entry) -> None:
-        job = entry.job
+    def _issue(self, job: Job) -> None:
         self._present = job.name
-        chunk, is_last = entry.take_chunk(self._device.chunk_bytes)
+        chunk, is_last = job.take_chunk(self._device.chunk_bytes)
         if chunk is None:  # there was nothing to copy
-            self._end(entry)
+            self._end(job)
             return
         dst, src = chunk
         if self._queue is CopyQueue.UPLOAD and not job.is_direct:
             src = _page_locked(src, self._device)
         event = self._device.copy(dst, src, queue=self._queue, after=job.after)
-        self._in_flight.append(_Chunk(entry=entry, event=event, dst=dst, src=src, is_last=is_last))
+        self._in_flight.append(_Chunk(job=job, event=event, dst=dst, src=src, is_last=is_last))
         if is_last:
             job.event.stand_for(event)
         else:
             with self._changed:
-                if not entry.is_over:
-                    self._push(entry)
+                if not job.is_over:
+                    self._push(job)
 
     def _finish(self, chunk: _Chunk) -> None:
-        entry = chunk.entry
-        self._present = entry.job.name
+        job = chunk.job
+        self._present = job.name
         chunk.event.wait()
-        if entry.job.is_direct:
+        if job.is_direct:
             self.num_direct_bytes += chunk.dst.nbytes
         else:
             self.num_bytes += chunk.dst.nbytes
-        if chunk.is_last and not entry.is_over:
-            self._end(entry)
+        if chunk.is_last and not job.is_over:
+            self._end(job)
 
-    def _end(self, entry: _Entry) -> None:
-        job = entry.job
+    def _end(self, job: Job) -> None:
         if job.done is not None:
             job.done()
         with self._changed:
-            if entry.is_over:
+            if job.is_over:
                 return
-            entry.is_over = True
-            del self._entries[entry]
+            job.is_over = True
+            del self._jobs[job]
         job.let_go()
         job.event.set()
 
