@@ -44,6 +44,7 @@ def planned(
     ("speeds", "count", "team", "batches", "most_idle"),
     [
         ((1.0,) * 4 + (0.5,) * 4, 24, 0, 1, 0.05),  # any team: microbatches are dealt by speed
+        ((1.0,) * 4 + (0.5,) * 4, 16, 0, 1, 0.05),  # stages are: microbatches do not divide
         ((1.0, 0.5, 0.5), 12, 3, 1, 0.05),  # a team of three
         ((1.0, 0.5, 0.5), 6, 1, 3, 0.1),  # stages by speed, a stream
     ],

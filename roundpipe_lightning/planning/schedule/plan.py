@@ -27,8 +27,10 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.files import write_text
@@ -41,6 +43,7 @@ FORMAT_VERSION = 3
 _ROUND_THE_WORKERS = Schedule(workers=())
 
 _COUNTS = ("num_workers", "num_microbatches", "team_size", "round_size")
+_CHOICES = ("joined", "like_teams")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,8 @@ class PipelineConfig:
         speeds: How fast every worker is, relative to each other; empty: they are equal.
         joined: Whether the microbatches of a round are pieces of one batch, whose tail segment runs
             once (`microbatching="blocks"`).
+        like_teams: Whether the members of a team are as fast as each other, rather than the workers
+            of a pipeline, so that pipelines get as many microbatches and stages follow speed.
     """
 
     num_microbatches: int
@@ -68,6 +73,7 @@ class PipelineConfig:
     num_batches: int = 1
     speeds: tuple[float, ...] = ()
     joined: bool = False
+    like_teams: bool = False
 
     @property
     def batch_microbatches(self) -> int:
@@ -83,15 +89,14 @@ class PipelineConfig:
         return -(-self.num_microbatches // self.round_size)
 
     def teams(self, num_workers: int) -> tuple[tuple[int, ...], ...]:
-        """Return the workers of every team; members of one number make up a pipeline.
-
-        Of unequal workers the fastest are the first members, so that pipelines are nearly even.
-        """
+        """Return the workers of every team; members of one number make up a pipeline."""
         count, size = max(num_workers // self.team_size, 1), self.team_size
-        if not self.speeds or size == 1:
-            return tuple(tuple(range(t * size, (t + 1) * size)) for t in range(count))
-        ranked = sorted(range(num_workers), key=lambda worker: -self.speeds[worker])
-        return tuple(tuple(ranked[t::count]) for t in range(count))
+        workers: Sequence[int] = range(num_workers)
+        if self.speeds and size > 1:
+            workers = sorted(workers, key=lambda worker: -self.speeds[worker])
+            if not self.like_teams:
+                return tuple(tuple(workers[t::count]) for t in range(count))
+        return tuple(tuple(workers[t * size : (t + 1) * size]) for t in range(count))
 
     def members(self, round_size: int, num_workers: int) -> tuple[int, ...]:
         """Return which member of its team runs each microbatch of a round.
@@ -268,7 +273,7 @@ class Plan(PipelineLayout):
             "recompute": self.recompute.value,
             "resident": [" ".join(map(str, blocks)) for blocks in self.resident],
             **({"speeds": " ".join(map(repr, self.speeds))} if self.speeds else {}),
-            **({"joined": "true"} if self.joined else {}),
+            **{name: "true" for name in _CHOICES if getattr(self, name)},
             "block_names": list(self.block_names),
             "schedule": self.schedule.to_text().splitlines(),
         }
@@ -292,7 +297,9 @@ class Plan(PipelineLayout):
                 "plan."
             )
         try:
-            counts = {name: int(values[name]) for name in (*_COUNTS, "num_batches", "weight_slots")}
+            names = (*_COUNTS, "num_batches", "weight_slots")
+            counts: dict[str, Any] = {name: int(values[name]) for name in names}
+            counts |= {name: values.get(name) == "true" for name in _CHOICES}
             return cls(
                 model=str(values["model"]),
                 partition=Partition.parse(values["partition"]),
@@ -301,7 +308,6 @@ class Plan(PipelineLayout):
                 recompute=RecomputePolicy(values["recompute"]),
                 resident=tuple(tuple(map(int, blocks.split())) for blocks in values["resident"]),
                 speeds=tuple(map(float, values.get("speeds", "").split())),
-                joined=values.get("joined", "false") == "true",
                 **counts,
             )
         except PlanError:

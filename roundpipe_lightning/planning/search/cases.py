@@ -427,6 +427,7 @@ def pipeline_configs(
     teams: Sequence[int] = (1, num_workers) if request.effort == QUICK else divisors
     if hints.team_size is not None:
         teams = (hints.team_size,)
+    like: Sequence[bool] = (False, True) if hints.like_teams is None else (hints.like_teams,)
     found = [
         PipelineConfig(
             num_microbatches=count * num_batches,
@@ -437,8 +438,10 @@ def pipeline_configs(
             num_batches=num_batches,
             speeds=request.speeds,
             joined=request.joined,
+            like_teams=like_teams,
         )
         for team_size in teams
+        for like_teams in (like if request.speeds and 1 < team_size < num_workers else (False,))
         for count, round_size in _rounds(num_workers, request)
         if team_size <= round_size <= count and (round_size == count or not request.joined)
         for policy in request.policies

@@ -359,6 +359,7 @@ def improved_plan(
         "team_size": plan.team_size,
         "round_size": plan.round_size,
         "weight_slots": plan.weight_slots,
+        "like_teams": plan.like_teams,
         "recompute": (plan.recompute,),
         "resident": job.hints.resident if plan.resident else 0,
     }

@@ -194,6 +194,9 @@ class _Choice:
         ranked = sorted(self._even, key=lambda case: min(estimates[case]))
         limit = _PROMISING * min(estimates[ranked[0]])
         chosen = [case for case in ranked if min(estimates[case]) <= limit][:_CASES_SEARCHED]
+        # even stages say little of pipelines whose workers are not alike
+        likely = {case.config.team_size: case for case in ranked[::-1] if case.config.like_teams}
+        chosen += [case for case in likely.values() if case not in chosen]
         for case in chosen:
             self._search(case)
         self._verify(estimates)

@@ -78,6 +78,7 @@ class PartitionHints:
         recompute: What BACKWARD stages may start from.
         weight_slots: Stages whose weights a device holds at once, 1 or 2.
         resident: Blocks that stay on every device.
+        like_teams: As of `PipelineConfig`; of a plan that is kept.
 
     Raises:
         PlanError: A hint cannot be kept by itself, or two contradict each other.
@@ -93,6 +94,7 @@ class PartitionHints:
     recompute: tuple[RecomputePolicy, ...] | None = None
     weight_slots: int | None = None
     resident: int | None = None
+    like_teams: bool | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -183,6 +185,7 @@ class PartitionHints:
             round_size=plan.round_size,
             recompute=None if plan.recompute is RecomputePolicy.FULL else (plan.recompute,),
             weight_slots=plan.weight_slots,
+            like_teams=plan.like_teams,
         )
 
     def keys_given(self) -> list[str]:
