@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 from weakref import ReferenceType, ref
@@ -29,9 +29,10 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_inf
 
 from roundpipe_lightning.strategy.compat import set_sampler_epoch
 from roundpipe_lightning.strategy.resume.randomness import (
-    HostRandomness,
     LoaderRandomness,
-    Randomness,
+    State,
+    host_state,
+    set_host_state,
 )
 
 
@@ -39,9 +40,9 @@ from roundpipe_lightning.strategy.resume.randomness import (
 class DrawnOrder:
     """Record of an order that was drawn, or of one to be drawn again."""
 
-    constructed: Randomness | None = None  # after the loader's iterator was made
-    iterated: Randomness | None = None  # before its sampler was asked for an iterator
-    first: Randomness | None = None  # before the first index was drawn
+    constructed: State | None = None  # after the loader's iterator was made
+    iterated: State | None = None  # before its sampler was asked for an iterator
+    first: State | None = None  # before the first index was drawn
     num_skipped: int = 0  # batches that are not loaded
 
 
@@ -81,7 +82,7 @@ class RecordedSampler:
         replayed, kept = self.replayed, self._randomness.now()
         if replayed is not None and replayed.iterated is not None:
             self._randomness.restore(replayed.iterated)
-            self._randomness.restore_samplers(replayed.iterated.samplers)
+            self._randomness.restore_samplers(replayed.iterated["samplers"])
             indices = iter(self._sampler)
             self._randomness.restore(kept)
         else:
@@ -126,7 +127,7 @@ def takes_marks(loader: DataLoader[Any]) -> bool:
 # In worker processes -----------------------------------------------------------------------------
 
 
-Stamp = tuple[int, HostRandomness]
+Stamp = tuple[int, State]
 """A process's number, and where its generators stand after it has loaded a batch."""
 
 
@@ -139,10 +140,10 @@ class StampingCollate:
     def __call__(self, samples: Any) -> tuple[Any, Stamp | None]:
         if isinstance(samples, list) and not samples:
             return None, None  # the place of a batch that is skipped
-        batch, worker, now = self._collate(samples), get_worker_info(), HostRandomness.now()
+        batch, worker, now = self._collate(samples), get_worker_info(), host_state()
         assert worker is not None
         # As a numpy array it travels without shared memory.
-        return batch, (worker.id, replace(now, torch=now.torch.numpy()))
+        return batch, (worker.id, {**now, "torch": now["torch"].numpy()})
 
 
 class RestoringInit:
@@ -153,9 +154,7 @@ class RestoringInit:
         states: By number of the process.
     """
 
-    def __init__(
-        self, init: Callable[[int], Any] | None, states: Mapping[int, HostRandomness]
-    ) -> None:
+    def __init__(self, init: Callable[[int], Any] | None, states: Mapping[int, State]) -> None:
         self._init = init
         self._states = dict(states)
 
@@ -163,7 +162,7 @@ class RestoringInit:
         if self._init is not None:
             self._init(worker)
         if worker in self._states:
-            self._states[worker].restore()
+            set_host_state(self._states[worker])
 
 
 _MOST_AHEAD = 2
@@ -236,7 +235,7 @@ class LoaderPosition:
                 num_workers=loader.num_workers,
                 marks=takes_marks(loader),
             )
-        self.workers: dict[int, HostRandomness] = {}
+        self.workers: dict[int, State] = {}
         self._waits = waits
         self._pending: Mapping[str, Any] | None = None
         self._last: ReferenceType[_Iteration] | None = None
@@ -276,21 +275,21 @@ class LoaderPosition:
         return iteration is not None and iteration.is_open
 
     def state(self, *, num_ahead: int, is_over: bool) -> dict[str, Any]:
-        """Return the state for `resume`, as tensors and numbers.
+        """Return the state for `resume`, as tensors, numbers and tuples.
 
         Args:
             num_ahead: Batches that were asked for and not trained on.
             is_over: Whether the epoch is done with its data, so that a new iteration comes next.
         """
         now, iteration = self.randomness.now(), self._iteration
-        state: dict[str, Any] = {"own": dict(now.own), "samplers": dict(now.samplers)}
+        state: dict[str, Any] = {"own": now["own"], "samplers": now["samplers"]}
         if iteration is None or iteration.has_not_begun:
             return state
         if not is_over:  # the samplers' states are part of the order that is drawn again
             return {**state, "samplers": {}, **iteration.state(num_ahead)}
         return {**state, **iteration.processes(0)} if self.keeps_workers else state
 
-    def before_fetch(self, num_fetched: int) -> HostRandomness | None:
+    def before_fetch(self, num_fetched: int) -> State | None:
         iteration = self._iteration
         return None if iteration is None else iteration.before_fetch(num_fetched)
 
@@ -318,11 +317,11 @@ class _Iteration(Iterator[Any]):
         self._position = position
         self._loader = position.loader
         self._inner: Iterator[Any] | None = None
-        self._constructed: Randomness | None = None
+        self._constructed: State | None = None
         self._num_asked = 0
         self._num_before_processes = 0
-        self._history: deque[HostRandomness] = deque(maxlen=_MOST_AHEAD)
-        self._stamps: deque[tuple[int, HostRandomness | None]] = deque(maxlen=_MOST_AHEAD)
+        self._history: deque[State] = deque(maxlen=_MOST_AHEAD)
+        self._stamps: deque[tuple[int, State | None]] = deque(maxlen=_MOST_AHEAD)
         self.place = place
 
     @property
@@ -333,7 +332,7 @@ class _Iteration(Iterator[Any]):
     def has_not_begun(self) -> bool:
         return self._inner is None and self.place is None
 
-    def before_fetch(self, num_fetched: int) -> HostRandomness | None:
+    def before_fetch(self, num_fetched: int) -> State | None:
         return self._history[-num_fetched] if len(self._history) >= num_fetched else None
 
     def __next__(self) -> Any:
@@ -341,17 +340,17 @@ class _Iteration(Iterator[Any]):
             for position in self._position.siblings:
                 position.open()
         assert self._inner is not None
-        self._history.append(HostRandomness.now())
+        self._history.append(host_state())
         self._num_asked += 1
         if not self._is_stamped:
             return next(self._inner)
         stamp = None
         while stamp is None:
             batch, stamp = next(self._inner)
-        worker, randomness = stamp
+        worker, state = stamp
         workers = self._position.workers
         self._stamps.append((worker, workers.get(worker)))
-        workers[worker] = replace(randomness, torch=torch.from_numpy(randomness.torch.copy()))
+        workers[worker] = {**state, "torch": torch.from_numpy(state["torch"].copy())}
         return batch
 
     @property
@@ -373,12 +372,9 @@ class _Iteration(Iterator[Any]):
             return
         kept = self._position.randomness.now()
         set_sampler_epoch(self._loader, place["epoch"])
-        self._constructed = Randomness.unpacked(place["constructed"])
-        self._position.randomness.restore(self._constructed)
-        packed = place["workers"]
-        self._position.workers = {
-            worker: HostRandomness.unpacked(state) for worker, state in packed.items()
-        }
+        self._constructed = place["constructed"]
+        self._position.randomness.restore(place["constructed"])
+        self._position.workers = dict(place["workers"])
         if "num_batches" in place:
             self._open_inside(place)
             self._position.randomness.restore(kept)
@@ -391,7 +387,7 @@ class _Iteration(Iterator[Any]):
             self._position.randomness.restore(kept)
             self._inner = self._iterator()
         if place.get("before_fetch") is not None:
-            HostRandomness.unpacked(place["before_fetch"]).restore()
+            set_host_state(place["before_fetch"])
 
     def _open_inside(self, state: Mapping[str, Any]) -> None:
         """Go on in the middle of an epoch."""
@@ -407,8 +403,8 @@ class _Iteration(Iterator[Any]):
             self._position.workers = {(old - turn) % count: workers[old] for old in workers}
         sampler.replayed = DrawnOrder(
             constructed=self._constructed,
-            iterated=_unpacked(state["iterated"]),
-            first=_unpacked(state["first"]),
+            iterated=state["iterated"],
+            first=state["first"],
             num_skipped=self._num_asked,
         )
         self._inner = self._iterator()
@@ -447,14 +443,13 @@ class _Iteration(Iterator[Any]):
             return {key: value for key, value in self.place.items() if key != "epoch"}
         sampler = self._position.sampler
         drawn = DrawnOrder() if sampler is None else sampler.drawn
-        before = self.before_fetch(num_ahead) if sampler is None and num_ahead else None
         return {
             **self.processes(num_ahead),
             "num_batches": max(0, self._num_asked - num_ahead),
             "turn": self._num_asked - num_ahead - self._num_before_processes,
-            "iterated": _packed(drawn.iterated),
-            "first": _packed(drawn.first),
-            "before_fetch": None if before is None else before.packed(),
+            "iterated": drawn.iterated,
+            "first": drawn.first,
+            "before_fetch": self.before_fetch(num_ahead) if sampler is None and num_ahead else None,
         }
 
     def processes(self, num_ahead: int) -> dict[str, Any]:
@@ -467,16 +462,7 @@ class _Iteration(Iterator[Any]):
             workers.pop(worker)
             if before is not None:
                 workers[worker] = before
-        packed = {worker: state.packed() for worker, state in workers.items()}
-        return {"constructed": constructed.packed(), "workers": packed}
-
-
-def _unpacked(state: Mapping[str, Any] | None) -> Randomness | None:
-    return None if state is None else Randomness.unpacked(state)
-
-
-def _packed(randomness: Randomness | None) -> dict[str, Any] | None:
-    return None if randomness is None else randomness.packed()
+        return {"constructed": constructed, "workers": workers}
 
 
 @contextmanager

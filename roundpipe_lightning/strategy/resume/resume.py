@@ -39,8 +39,10 @@ from roundpipe_lightning.strategy.resume.loops import (
     stop_state,
 )
 from roundpipe_lightning.strategy.resume.randomness import (
-    HostRandomness,
+    State,
+    host_state,
     random_state,
+    set_host_state,
     set_random_state,
 )
 
@@ -59,8 +61,8 @@ class ResumePoint:
         self._has_gradients = False
         self._logged_before: LogSnapshot | None = None
         self._metrics: dict[str, Any] = {}
-        self._before_validation: HostRandomness | None = None
-        self._at_validation: HostRandomness | None = None
+        self._before_validation: State | None = None
+        self._at_validation: State | None = None
         self._quiet: Any = None
         self._put_back: Callable[[], bool] | None = None
         self._latest: tuple[Trainer, Mapping[str, Any]] | None = None
@@ -94,14 +96,14 @@ class ResumePoint:
 
     def sanity_check_begins(self) -> None:
         """The check before the training is about to be set up; it leaves no trace."""
-        self._before_validation = HostRandomness.now()
+        self._before_validation = host_state()
 
     def validation_begins(self) -> None:
         """A validation inside a training begins; its loaders have been asked for iterators."""
         if self._at_validation is not None:  # one that is run again
-            self._at_validation.restore()
+            set_host_state(self._at_validation)
             self._at_validation = None
-        self._before_validation = HostRandomness.now()
+        self._before_validation = host_state()
 
     # In a checkpoint -----------------------------------------------------------------------------
 
@@ -114,9 +116,7 @@ class ResumePoint:
         positions = [position_of(loader) for loader in loaders]
         is_over = is_epoch_over(trainer) and not inside_batch
         state = random_state()
-        host = self._host_before(positions, place, is_check=trainer.sanity_checking)
-        if host is not None:
-            state.update(host.packed())
+        state.update(self._host_before(positions, place, is_check=trainer.sanity_checking) or {})
         return {
             "place": place.value,
             "random_state": state,
@@ -139,7 +139,7 @@ class ResumePoint:
 
     def _host_before(
         self, positions: list[Any], place: LoopPosition, *, is_check: bool
-    ) -> HostRandomness | None:
+    ) -> State | None:
         """Return the host's generators before the part that is repeated; None if none is."""
         if is_check or place is LoopPosition.VALIDATION:
             return self._before_validation
@@ -200,7 +200,7 @@ class ResumePoint:
             validates = go_on(trainer, place)
             set_random_state(state["random_state"])
             if place is LoopPosition.VALIDATION:
-                self._at_validation = HostRandomness.now()
+                self._at_validation = host_state()
         # The user sees the loaders that were given.
         own = [loader.loader if position_of(loader) else loader for loader in combined.flattened]
         compat.set_loaders(combined, own)
