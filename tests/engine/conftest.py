@@ -24,7 +24,6 @@ LEFT_OUT = {
     "test_gradients_with_dropout_are_those_of_the_forward_pass": _COMPILES,
     "test_memory_does_not_grow": "the checker remembers accesses to memory",
     "test_refused[a cache that carries gradients between blocks]": _MIXED,
-    "test_the_first_step_compiles_nothing": _COMPILES,
     "test_the_number_of_workers_changes_nothing": "devices add up the gradients of a round first",
     "test_what_a_step_on_cpu_workers_has_freed_goes_back_to_the_system": _CPU_WORKERS,
     "test_whole_gradients_of_the_head_do_not_wait_for_the_embedding": _CPU_WORKERS,

@@ -25,10 +25,9 @@ from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import (
     LockingDevice,
     Regressor,
-    differences,
+    check_parity,
     engine_step,
     layers_of,
-    plain_step,
     plan_of,
     regression_batches,
 )
@@ -137,9 +136,6 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("direct", "shares"), [(True, False), (False, False), (False, True), (True, True)]
 )
 def test_host_bytes_of_boundaries(on_host: list[int], *, direct: bool, shares: bool) -> None:
-    module, batches = Regressor(4), regression_batches(NUM_MICROBATCHES)
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=3, num_microbatches=NUM_MICROBATCHES)
     timing = EmulatedTiming(
         upload_bytes_per_second=1e8,
         download_bytes_per_second=1e8,
@@ -148,8 +144,9 @@ def test_host_bytes_of_boundaries(on_host: list[int], *, direct: bool, shares: b
     )
     with EmulatedServer(3, timing=timing, checker=ProtocolChecker(), poison=True) as server:
         devices: list[Device] = [server.devices[0]] * 3 if shares else [*server.devices]
-        result = engine_step(module, stack, plan, batches, devices=devices)
-    assert not differences(module, result, plain_step(module, batches))
+        result = check_parity(
+            Regressor(4), num_workers=3, num_microbatches=NUM_MICROBATCHES, devices=devices
+        )
     assert bool(on_host) == (not direct and not shares)
     moved = sum(traffic.direct_bytes for traffic in result.traffic)
     assert bool(moved) == (direct and not shares)
@@ -158,19 +155,20 @@ def test_host_bytes_of_boundaries(on_host: list[int], *, direct: bool, shares: b
 def test_gradients_go_directly_where_boundaries_have_no_room(
     on_host: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, batches = Regressor(4), regression_batches(NUM_MICROBATCHES)
-    stack = layers_of(module)
     partition = Partition(forward=(4,), backward=(0, 1, 1, 1, 1))
-    plan = plan_of(stack, num_workers=2, num_microbatches=NUM_MICROBATCHES, partition=partition)
     timing, asked = EmulatedTiming(direct_bytes_per_second=1e9), list[Device]()
     with EmulatedServer(2, timing=timing, checker=ProtocolChecker(), poison=True) as server:
         for device in server.devices:
             monkeypatch.setattr(device, "has_spare_memory", partial(asked.append, device))
-        result = engine_step(module, stack, plan, batches, devices=[*server.devices])
-    assert not differences(module, result, plain_step(module, batches))
-    one = batches[0][0].nbytes  # of a boundary, and of its gradient
+        result = check_parity(
+            Regressor(4),
+            num_microbatches=NUM_MICROBATCHES,
+            partition=partition,
+            devices=[*server.devices],
+        )
+    one = regression_batches(1)[0][0].nbytes  # of a boundary, and of its gradient
     assert set(on_host) == {one}
-    assert len(on_host) == NUM_MICROBATCHES * (len(stack.blocks) + 1)  # and no gradient
+    assert len(on_host) == NUM_MICROBATCHES * (4 + 1)  # and no gradient
     assert len(asked) <= len(result.timeline.entries), "once a turn"
     assert sum(traffic.direct_bytes for traffic in result.traffic) >= NUM_MICROBATCHES * one
 

@@ -102,12 +102,6 @@ def test_every_device_has_code_of_its_own() -> None:
     assert (backend.count, compiler.num_kinds) == (2, 2)
 
 
-def test_graphs_of_pytorchs_own_compiler_agree() -> None:
-    """As `inductor` makes them, without the code that needs a C++ compiler."""
-    block, x = Block(0), torch.randn(3, 4)
-    torch.testing.assert_close(run(ready("aot_eager"), block, x), block(x))
-
-
 def test_nothing_is_compiled_in_the_first_step() -> None:
     compiler, block = BlockCompiler(Backend()), Block(0)
     assert compiler.stand_in(block, block=block, name="b", placed=Placed(), stream=None) is block
@@ -184,16 +178,6 @@ def test_all_blocks_and_workers_share_code_and_agree_with_plain_pytorch() -> Non
     assert not differences(module, result, plain_step(module, token_batches(4)), tolerance=1e-5)
 
 
-def test_the_first_step_compiles_nothing() -> None:
-    module, backend = tiny_causal_lm("qwen3", tied=False), Backend()
-    stack, batches = decoder_stack(module), token_batches(2)
-    compiler = BlockCompiler(backend)
-    with engine_for(module, stack, num_microbatches=2, num_workers=1, compiler=compiler) as engine:
-        first = mean_step(engine, batches)
-        assert backend.count == 0
-    assert not differences(module, first, plain_step(module, batches))
-
-
 class Beside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -236,10 +220,14 @@ class Penalised(nn.Module):
 
 
 def test_blocks_that_the_loss_looks_into_or_that_assign_buffers_run_as_they_are() -> None:
-    module, compiler = Penalised(), BlockCompiler(Backend())
+    module, backend = Penalised(), Backend()
+    compiler = BlockCompiler(backend)
     batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(0))]
     with engine_for(module, num_microbatches=1, num_workers=1, compiler=compiler) as engine:
-        results = [mean_step(engine, batches) for _ in range(2)]
+        results = [mean_step(engine, batches)]
+        assert backend.count == 0
+        results.append(mean_step(engine, batches))
+    assert backend.count > 0
     assert set(compiler.left_as_they_are) == {"layers.0", "layers.2", "layers.3"}
     assert module.layers[3].calls == 2
     assert not differences(module, results[-1], plain_step(module, batches), tolerance=1e-6)

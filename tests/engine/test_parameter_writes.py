@@ -15,11 +15,11 @@ from tests.kit.engine import (
     Block,
     LockingDevice,
     Regressor,
+    check_parity,
     cpu_workers,
     differences,
     emulated_workers,
     engine_for,
-    engine_step,
     layers_of,
     mean_step,
     plain_step,
@@ -120,21 +120,20 @@ def test_what_is_put_back_is_no_write(devices: Any) -> None:
         parameter.data = torch.zeros_like(before)
         parameter.data = before
 
-    module, batches = _Averaging(), regression_batches(3)
-    wanted = plain_step(module, batches)
+    module = _Averaging()
     module.write = swapped_for_a_moment
-    stack = layers_of(module)
-    result = engine_step(module, stack, plan_of(stack), batches, devices=devices(2))
-    assert not differences(module, result, wanted)
+    check_parity(module, devices=devices(2))
 
 
 @pytest.mark.parametrize("place", ["block", "outside"])
 def test_a_parameter_with_other_memory_is_refused_on_the_host_too(place: str) -> None:
     module: Any = _Averaging()
     (module.layers[1] if place == "block" else module).write = _by_other_data
-    stack = layers_of(module)
-    with pytest.raises(ConfigurationError, match="writes into the parameter"):
-        engine_step(module, stack, plan_of(stack), regression_batches(3), devices=cpu_workers(2))
+    with (
+        engine_for(module) as engine,
+        pytest.raises(ConfigurationError, match="writes into the parameter"),
+    ):
+        mean_step(engine, regression_batches(3))
 
 
 class _MomentumTeacher(Regressor):

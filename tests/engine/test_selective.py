@@ -1,4 +1,3 @@
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,31 +8,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs
-from roundpipe_lightning.engine.device.base import CpuDevice, Device
-from roundpipe_lightning.planning.schedule.plan import Plan
+from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.planning.schedule.stages import ATTENTION_OPERATIONS, RecomputePolicy
 from tests.engine.test_boundaries import Place, places
 from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
-from tests.kit.engine import differences, engine_of, engine_step, plain_step, plan_of, training_step
-
-NUM_MICROBATCHES = 3
-
-
-def selective(plan: Plan) -> Plan:
-    return replace(plan, recompute=RecomputePolicy.SELECTIVE)
+from tests.kit.engine import check_parity, engine_for, mean_step
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("emulated", [False, True])
 def test_gradients_are_the_same(name: str, emulated: bool) -> None:
     module = tiny_causal_lm(name, tied=True)
-    stack, batches = decoder_stack(module), token_batches(NUM_MICROBATCHES)
-    tolerance = 1e-6 if emulated else 0.0  # of the embedding's two uses a device sums its round
-    plan = selective(plan_of(stack, num_microbatches=NUM_MICROBATCHES))
-    devices: list[Device] = [(EmulatedDevice if emulated else CpuDevice)(i) for i in range(2)]
-    result = engine_step(module, stack, plan, batches, devices=devices)
-    plain = plain_step(module, batches)
-    assert not differences(module, result, plain, tolerance=tolerance)
+    check_parity(
+        module,
+        token_batches(3),
+        stack=decoder_stack(module),
+        devices=[(EmulatedDevice if emulated else CpuDevice)(i) for i in range(2)],
+        tolerance=1e-6 if emulated else 0.0,  # of the embedding's two uses a device sums its round
+        recompute=RecomputePolicy.SELECTIVE,
+    )
 
 
 class Counter(TorchDispatchMode):
@@ -50,17 +43,10 @@ class Counter(TorchDispatchMode):
 def test_attention_runs_once_per_block_and_microbatch(policy: str, times: int) -> None:
     module = tiny_causal_lm("qwen3", tied=False)
     stack, counter = decoder_stack(module), Counter()
-
-    plan = replace(plan_of(stack, num_workers=1), recompute=RecomputePolicy(policy))
-    with engine_of(module, stack, plan) as engine:
-        result = engine.begin_step(
-            token_batches(plan.num_microbatches),
-            training_step,
-            loss_scales=[1.0] * plan.num_microbatches,
-            thread_context=lambda: counter,
-        ).result()
-    assert all(loss is not None for loss in result.losses)
-    assert counter.runs == times * len(stack.blocks) * plan.num_microbatches
+    held: Any = {"recompute": RecomputePolicy(policy)}
+    with engine_for(module, stack, num_workers=1, **held) as engine:
+        mean_step(engine, token_batches(3), context=lambda: counter)
+    assert counter.runs == times * len(stack.blocks) * 3
 
 
 __all__ = ["places"]  # a fixture

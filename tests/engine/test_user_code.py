@@ -1,6 +1,4 @@
-import gc
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,20 +10,17 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
-from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.capture.side_outputs import SideOutputs
 from roundpipe_lightning.engine.capture.torch_functions import ModeStack
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import UnusedStackWarning
 from roundpipe_lightning.errors import CaptureError, ConfigurationError
 from roundpipe_lightning.planning.schedule.stages import Partition
-from tests.kit.architectures import decoder_stack, tiny_causal_lm, token_batches
 from tests.kit.engine import (
     WIDTH,
     Regressor,
     Workers,
     check_parity,
-    cpu_workers,
     differences,
     emulated_workers,
     engine_for,
@@ -227,32 +222,6 @@ def test_asked_in_evaluation() -> None:
         )
     assert outside.shapes == [(8, 8), (1, 8)]
     assert not prediction.any()
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2"])
-def test_a_cache_that_nobody_reads_is_not_kept(name: str) -> None:
-    module = tiny_causal_lm(name, tied=True)
-    stack, batches = decoder_stack(module), token_batches(2)
-    kept: list[Any] = []
-    caches: list[weakref.ref[Any]] = []
-
-    def call(view: Any, batch: dict[str, Tensor], index: int) -> Any:
-        output = view.model(**batch, labels=batch["input_ids"], use_cache=True)
-        cache = output.past_key_values
-        kept.append([type(layer.keys) for layer in cache.layers])
-        caches.append(weakref.ref(cache))
-        return output.loss
-
-    plain = plain_step(module, batches, call=call)
-    for make_workers, tolerance in ((cpu_workers, 0.0), (emulated_workers, 1e-6)):
-        kept.clear()
-        caches.clear()
-        with engine_for(module, stack, num_microbatches=2, devices=make_workers(2)) as engine:
-            result = mean_step(engine, batches, call=call)
-            assert not differences(module, result, plain, tolerance=tolerance)
-            assert kept == [[LazyTensor] * len(stack.blocks)] * 2, "names of tensors, not tensors"
-            gc.collect()
-            assert [cache() for cache in caches] == [None, None]
 
 
 def test_operations_in_a_block_cost_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:

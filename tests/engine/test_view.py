@@ -15,6 +15,7 @@ from roundpipe_lightning.engine.capture.view import LazyTable, View, ViewClasses
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import (
     Regressor,
+    check_parity,
     differences,
     engine_for,
     mean_step,
@@ -472,11 +473,7 @@ def parametrized_step(view: Any, batch: Any, index: int) -> Any:
 
 def test_a_view_that_has_another_class_while_its_microbatch_waits_for_a_turn() -> None:
     """On one worker the other microbatches take their turns before, and do the same."""
-    module = Regressor()
-    batches = regression_batches(3)
-    plain = plain_step(module, batches, call=parametrized_step)
-    with engine_for(module, num_workers=1, timeout_seconds=60) as engine:
-        assert not differences(module, mean_step(engine, batches, call=parametrized_step), plain)
+    check_parity(Regressor(), call=parametrized_step, num_workers=1)
 
 
 def test_a_view_that_never_gets_its_own_class_back_holds_up_no_other() -> None:
