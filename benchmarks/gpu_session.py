@@ -85,8 +85,11 @@ TO_CAP = (*CARD, "--capped", "ours", "roundpipe")
 JOBS: tuple[Job, ...] = (
     Job(  # what is wrong shows here first; ten minutes leave time for two of the next ones
         name="tests",
-        arguments=("-m", "pytest", "tests/gpu", "-q", "--no-header", "--maxfail", "5"),
-        limit_seconds=200.0,
+        arguments=(
+            *("-m", "pytest", "tests/gpu", "-q", "--no-header", "--maxfail", "5"),
+            *("--session-timeout", "180"),  # says what has failed, as the limit below does not
+        ),
+        limit_seconds=240.0,
     ),
     _throughput(
         "full_1_7b_64k",

@@ -1,5 +1,6 @@
 import multiprocessing
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ pytestmark = needs_one
 WIDTH, HEADS, BLOCKS, STEPS = 64, 4, 6, 8
 
 
-@pytest.fixture(autouse=True)
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.fixture(autouse=True, scope="module")
+def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The machine is measured once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 class Decoder(nn.Module):
@@ -175,6 +179,7 @@ def _as_list(rows: list[Tensor]) -> list[Tensor]:
 
 
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # of the compiler
 @pytest.mark.parametrize("settings", [{"compile": True}, {"hints": {"resident": 0}}], ids=str)
 @pytest.mark.parametrize("num_devices", range(1, min(NUM, 2) + 1))
 @pytest.mark.parametrize("peers", [True, False])
@@ -187,6 +192,8 @@ def test_compiled_blocks_and_peer_copies(
 ) -> None:
     if not peers:
         monkeypatch.setenv("ROUNDPIPE_NO_PEER_COPIES", "1")
+    # Threads and processes that compile would stay.
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     settings = {**settings, "num_microbatches": 4}
     here = trained(tmp_path / "here", devices=num_devices, workers_per_device=2, **settings)
     host = trained(tmp_path / "host", accelerator="cpu", num_microbatches=4)
@@ -238,6 +245,7 @@ def test_what_is_recomputed_changes_nothing_but_rounding(tmp_path: Path, recompu
     assert parameter_error(other, full) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:.*use_deterministic_algorithms")  # matrix products, as a rule
 def test_the_number_of_workers_changes_no_bit(tmp_path: Path) -> None:
     """Attention's backward adds in no order unless it is set to."""
     torch.use_deterministic_algorithms(mode=True, warn_only=True)

@@ -58,6 +58,12 @@ def test_one_process_with_a_worker_per_gpu(
     assert plugin.compute_device_type == "cuda"
 
 
+def test_gpus_can_be_compared_with_cpu_workers(tmp_path: Path, two_gpus: object) -> None:
+    """As tests/gpu does: that they are not used is a warning, and warnings are errors."""
+    del two_gpus
+    assert isinstance(make_trainer(tmp_path).accelerator, CPUAccelerator)
+
+
 @pytest.mark.parametrize(("devices", "workers"), [(3, 3), ("2", 2), ("auto", 1)])
 @pytest.mark.parametrize("per_device", [1, 2])
 def test_cpu_has_as_many_workers_as_devices_are_asked_for(

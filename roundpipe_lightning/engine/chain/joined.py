@@ -134,7 +134,6 @@ class PieceBoard:
         self._changed = threading.Condition()
         self._posted: list[Posted | None] = []
         self._num_done = [0] * num_pieces
-        self._is_released = False
 
     def post(self, entry: Posted | None) -> None:
         """Tell the pieces what to do; None: the step has ended."""
