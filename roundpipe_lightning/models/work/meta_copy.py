@@ -39,6 +39,7 @@ _SHARED = (
 )
 """Types that nobody changes, so that the copy can share them with the original."""
 
+_CONTAINERS = (list, set, deque, dict)
 _PLAIN = (type(None), bool, int, float, str)
 _MOST_OBJECTS = 50_000
 _MOST_BYTES = 2**26
@@ -182,7 +183,7 @@ class MetaCopy:
             )
         if type(value) in (tuple, frozenset):
             return type(value)(self.copy(item) for item in value)
-        if type(value) in (list, set, deque, dict):
+        if type(value) in _CONTAINERS:
             return self._container(value)
         return self._rebuilt(value)
 
@@ -257,10 +258,12 @@ class _Copied:
         """Do not run the user class's own hook for classes: no user class is being defined."""
 
     def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
+        value, own = super().__getattribute__(name), super().__getattribute__("__dict__")
         if type(value) in _PLAIN and not hasattr(nn.Module, name):
-            copier = self.__dict__["_copier"]
+            copier = own["_copier"]
             copier.read[copier.original(self), name] = value
+        elif type(value) in _CONTAINERS and name not in own and not name.startswith("__"):
+            value = own[name] = own["_copier"].copy(value)  # of the class
         return value
 
     def __getattr__(self, name: str) -> Any:
@@ -305,4 +308,4 @@ def _changes_globals(function: types.FunctionType) -> bool:
     if any(step.opname == "STORE_GLOBAL" for step in dis.get_instructions(function)):
         return True
     used = (function.__globals__.get(name) for name in function.__code__.co_names)
-    return any(isinstance(value, list | dict | set | deque) for value in used)
+    return any(isinstance(value, _CONTAINERS) for value in used)

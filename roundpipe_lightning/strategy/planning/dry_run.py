@@ -2,7 +2,7 @@
 
 The user's `training_step` may log, ask its Trainer, count, and draw random numbers. A dry run runs
 it on a copy without values, whose `log` says nothing, whose metrics keep nothing and whose
-Trainer can be read only, as far as plain values go; random generators are put back afterwards. What
+Trainer can be read only, as far as plain values go; generators and classes are put back. What
 cannot be run so is estimated from the parameters instead.
 """
 
@@ -68,17 +68,32 @@ def dry_run(
             replaced=list(_replaced(module)),
         )
 
-    before = random_state()
     try:
-        if compute_dtype is not None:
-            # Code that makes tensors of its own meets a cast model with the wrong dtype.
-            with contextlib.suppress(Exception):
-                return run(compute_dtype)
-        return run(None)
+        with _traceless(module):
+            if compute_dtype is not None:
+                # Code that makes tensors of its own meets a cast model with the wrong dtype.
+                with contextlib.suppress(Exception):
+                    return run(compute_dtype)
+            return run(None)
     except Exception as error:
         raise DryRunError(_reason(error)) from error
+
+
+@contextlib.contextmanager
+def _traceless(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Put back random generators, whose states are given, and what classes of modules hold."""
+    kinds = {kind for child in module.modules() for kind in type(child).__mro__}
+    before, held = random_state(), {kind: dict(vars(kind)) for kind in kinds}
+    try:
+        yield before
     finally:
         set_random_state(before)
+        for kind, values in held.items():
+            for name, value in dict(vars(kind)).items():
+                if name not in values:
+                    delattr(kind, name)
+                elif value is not values[name]:
+                    setattr(kind, name, values[name])
 
 
 def _reason(error: Exception) -> str:
@@ -131,16 +146,15 @@ def prove(
             raise Unproven("it writes into buffers")
         return loss, logged
 
-    before = random_state()
     try:
-        with alone():
+        with alone(), _traceless(module) as before:
             replaced = list(_replaced(module, proves=True))
             copy = MetaCopy(module, settings=_settings(module, proves=True), replaced=replaced)
             forwards += [copy.module_copy(block).forward for block in blocks]
             num_rows = len(next(tensors_in(batch), ()))
             sizes = {num_rows, max(1, num_rows // num_microbatches)}
             kind = prove_step(batch=batch, run=run, sizes=sorted(sizes))
-        states = [tree_leaves(state) for state in (before, random_state())]
+            states = [tree_leaves(state) for state in (before, random_state())]
         if any(not _same(a, b) for a, b in zip(*states, strict=True)):
             raise Unproven("it draws random numbers")
         inside = {child for block in blocks for child in block.modules()}
@@ -155,8 +169,6 @@ def prove(
         raise
     except Exception as error:
         raise Unproven(f"it cannot be run without values ({_reason(error)})") from error
-    finally:
-        set_random_state(before)
 
 
 def _same(one: Any, other: Any) -> bool:
