@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -34,6 +35,7 @@ from roundpipe_lightning.engine.exchange.exchange import write_range
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, HostError
 from roundpipe_lightning.optim import HostAdamW
+from roundpipe_lightning.strategy.hosts import launch
 from roundpipe_lightning.strategy.hosts.data import BatchShares
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.hosts import HostsAtWork, run_on_hosts
@@ -635,6 +637,13 @@ def test_hosts_meet_again_that_an_agent_has_restarted(
 
 
 # Launches ----------------------------------------------------------------------------------------
+
+
+def test_an_address_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**_BY_HAND, "MASTER_ADDR": "no-such-host.invalid"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(HostError, match=r"port 29500 of no-such-host\.invalid"):
+        launch.connect(LightningEnvironment(), rank=1, num_nodes=2, timeout_seconds=1)
 
 
 class OwnOrder(Sampler[int]):

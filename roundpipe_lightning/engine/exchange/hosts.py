@@ -66,6 +66,7 @@ class Watch:
         self._rank, self.trains = rank, False
         self._lost: dict[bool, tuple[int, str]] = {}  # by whether it was to be expected
         self._changed = threading.Event()
+        host = main[0] if rank == 0 else _own_address(main)
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", heartbeat.__file__],
             stdin=subprocess.PIPE,
@@ -76,9 +77,7 @@ class Watch:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._told, self._tells = self._process.stdout, self._process.stdin
-        port = int(self._told.readline())
-        host = main[0] if rank == 0 else _own_address(main)
-        self.address = (host, port, secrets.token_hex(16))
+        self.address = (host, int(self._told.readline()), secrets.token_hex(16))
         self._previous: Any = None
         if _SIGNAL is not None and threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(_SIGNAL, self._heed)

@@ -105,7 +105,10 @@ def connect(
     known = world.hosts if isinstance(world, WatchedGroup) else None
     if known is None:
         main = (environment.main_address, environment.main_port)
-        mine = hosts.Watch(rank, main=main)
+        try:
+            mine = hosts.Watch(rank, main=main)
+        except OSError as error:
+            raise _no_main(rank, main, error) from error
         meeting = Meeting(mine, rank, num_nodes, main=main, timeout_seconds=timeout_seconds)
         try:
             known = meeting.hold()
@@ -187,12 +190,7 @@ class Meeting:
                 timeout=self._timeout,
             )
         except dist.DistNetworkError as error:
-            address, port = self._main
-            raise HostError(
-                f"Host {self._rank} cannot have port {port} of {address}: host 0 has not been "
-                "started, its address or its port is another one, or something between the hosts "
-                f"does not let it through. ({error})"
-            ) from error
+            raise _no_main(self._rank, self._main, error) from error
         return PrefixStore("roundpipe", server)
 
     def _wait_for_all(self, store: Store) -> list[Any]:
@@ -244,6 +242,14 @@ class Meeting:
                 f"num_nodes={self._num} on host {self._rank}, but {theirs} on host {host}. Set the "
                 "same number on every host."
             )
+
+
+def _no_main(rank: int, main: tuple[str, int], error: Exception) -> HostError:
+    return HostError(
+        f"Host {rank} cannot have port {main[1]} of {main[0]}: host 0 has not been started, its "
+        "address or its port is another one, or something between the hosts does not let it "
+        f"through. ({error})"
+    )
 
 
 def _by_agent() -> bool:
