@@ -157,8 +157,9 @@ def test_buffers_that_an_evaluation_writes(workers: Workers, mode: Mode) -> None
         assert not mine.is_inference()
 
 
-@on_any_workers
-@without_gradients
+@pytest.mark.parametrize(
+    ("workers", "mode"), [(cpu_workers, torch.no_grad), (emulated_workers, torch.inference_mode)]
+)
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2"])
 def test_generation_with_a_cache_gives_the_same_tokens(
     workers: Workers, mode: Mode, name: str

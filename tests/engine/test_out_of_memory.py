@@ -1,6 +1,5 @@
 import re
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +22,8 @@ from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePol
 from tests.engine.test_errors import PLACES, Failing, _run
 from tests.kit.engine import (
     Regressor,
+    Workers,
+    cpu_workers,
     differences,
     emulated_workers,
     engine_for,
@@ -40,29 +41,23 @@ CPU_SAYS = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "
     "tried to allocate 8 bytes. Error code 12 (Cannot allocate memory)"
 )
-SERVERS: dict[str, Callable[[], Sequence[Device] | None]] = {
-    "processor": lambda: None,
-    "emulated": lambda: emulated_workers(2),
-}
 
 
-@pytest.mark.parametrize("server", SERVERS)
-@pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(
-    "make_error",
-    [lambda: torch.OutOfMemoryError(CUDA_SAYS), lambda: RuntimeError(CPU_SAYS)],
-    ids=["device", "host"],
+    ("where", "workers"),
+    [
+        *((where, emulated_workers) for where in PLACES),
+        ("step", cpu_workers),
+        ("tail", cpu_workers),
+    ],
 )
-def test_in_any_part_of_a_step(
-    where: str, server: str, make_error: Callable[[], BaseException]
-) -> None:
+def test_in_any_part_of_a_step(where: str, workers: Workers) -> None:
     module = Failing()
     batches = regression_batches(NUM_MICROBATCHES)
     plain = plain_step(module, batches, call=_run)
-    with engine_for(
-        module, num_workers=2, num_microbatches=NUM_MICROBATCHES, devices=SERVERS[server]()
-    ) as engine:
-        planned = make_error()
+    with engine_for(module, num_microbatches=NUM_MICROBATCHES, devices=workers(2)) as engine:
+        on_host = workers is cpu_workers
+        planned = RuntimeError(CPU_SAYS) if on_host else torch.OutOfMemoryError(CUDA_SAYS)
         module.traps[where].error = planned
         with pytest.raises(DeviceMemoryError) as caught:
             mean_step(engine, batches, call=_run)

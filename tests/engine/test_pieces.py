@@ -342,8 +342,10 @@ class Skips(Regressor):
         return hidden
 
 
-@pytest.mark.parametrize("mixer", [None, 2])
-@pytest.mark.parametrize("make_devices", [cpu_workers, emulated_workers])
+@pytest.mark.parametrize(
+    ("make_devices", "mixer"),
+    [(cpu_workers, None), (emulated_workers, None), (emulated_workers, 2)],
+)
 @pytest.mark.parametrize(
     "steps",
     [

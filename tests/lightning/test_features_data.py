@@ -227,25 +227,24 @@ def test_a_stateful_loader_goes_on_where_it_was(tmp_path: Path, num_workers: int
 
 
 LIMITS: dict[str, dict[str, Any]] = {
-    "batches": {"limit_train_batches": 3, "limit_val_batches": 1},
-    "shares": {"limit_train_batches": 0.5, "limit_val_batches": 0.5},
-    "no validation": {"limit_val_batches": 0},
-    "no sanity check": {"num_sanity_val_steps": 0},
-    "all sanity checks": {"num_sanity_val_steps": -1},
-    "validation at shares of an epoch": {"val_check_interval": 0.5},
-    "validation every third batch": {"val_check_interval": 3, "check_val_every_n_epoch": None},
+    "batches": {"limit_train_batches": 3, "limit_val_batches": 1, "num_sanity_val_steps": 0},
+    "shares": {"limit_train_batches": 0.5, "limit_val_batches": 0.5, "num_sanity_val_steps": -1},
+    "no validation": {"limit_val_batches": 0, "use_distributed_sampler": False},
+    "validation at shares of an epoch": {
+        "val_check_interval": 0.5, "min_epochs": 2, "max_epochs": 3,
+    },
+    "validation every third batch": {
+        "val_check_interval": 3, "check_val_every_n_epoch": None, "min_steps": 6, "max_epochs": 3,
+    },
     "validation every second epoch": {"check_val_every_n_epoch": 2, "max_epochs": 4},
     "the same batches again": {"overfit_batches": 2},
     "a share of the batches again": {"overfit_batches": 0.5},
     "a development run": {"fast_dev_run": 3},
     "steps": {"max_steps": 5, "max_epochs": -1},
-    "fewest epochs": {"min_epochs": 2, "max_epochs": 3},
-    "fewest steps": {"min_steps": 6, "max_epochs": 3},
     "no epoch": {"max_epochs": 0},
     "windows that end early": {"accumulate_grad_batches": 3, "limit_train_batches": 4},
-    "no distributed sampler": {"use_distributed_sampler": False},
     "tests and predictions": {"limit_test_batches": 2, "limit_predict_batches": 3},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LIMITS)

@@ -202,6 +202,9 @@ def test_kto_compares_an_answer_and_one_to_another_prompt_with_the_reference() -
     assert not gradient.any()
 
 
+MODES = ("step", "blocks")
+
+
 def test_a_reward_model_scores_the_last_token_of_an_answer() -> None:
     module = RewardModule(ModelSource(architecture=DEEP), optimizer=SGD)
     module.pad_token_id = 0
@@ -217,13 +220,14 @@ def test_a_reward_model_scores_the_last_token_of_an_answer() -> None:
     torch.testing.assert_close(module.loss(scores), -torch.log(sigmoid).mean())
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize(
-    ("kind", "adapters", "mode"),
+    ("kind", "adapters", "mode", "num_workers"),
     [
-        *((DirectPreferenceModule, each, m) for each in (None, LORA) for m in ("step", "blocks")),
-        *((kind, None, m) for kind in (OddsRatioModule, RewardModule) for m in ("step", "blocks")),
-        *((KahnemanTverskyModule, each, "auto") for each in (None, LORA)),
+        *((DirectPreferenceModule, each, m, 3) for each in (None, LORA) for m in MODES),
+        *((kind, None, m, 3) for kind in (OddsRatioModule, RewardModule) for m in MODES),
+        *((KahnemanTverskyModule, each, "auto", 3) for each in (None, LORA)),
+        (DirectPreferenceModule, None, "step", 1),
+        (KahnemanTverskyModule, LORA, "auto", 1),
     ],
 )
 def test_microbatches_give_the_gradients_of_the_whole_batch(
