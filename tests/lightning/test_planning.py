@@ -97,7 +97,7 @@ class OfAClass(Regressor):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen["rows"].append(len(batch[0]))
-        OfAClass.num_steps += 1
+        type(self).num_steps += 1
         return super().training_step(batch, batch_idx)
 
 

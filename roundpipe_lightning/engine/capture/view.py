@@ -29,7 +29,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -294,14 +294,25 @@ class ViewClasses:
         # By identity: the hash of a metric changes with its state.
         self.apart = {id(module): module for module in apart}
         self._made: dict[tuple[type, ...], type] = {}
+        self._own_names: dict[type, frozenset[str]] = {}
         self._swap_lock = threading.RLock()
         self._held = threading.local()  # `depth`: how often this thread holds the lock
 
     def class_for(self, base: type, *extra: type) -> type:
         key = (*extra, base)
         if key not in self._made:
-            self._made[key] = _view_class(base, extra)
+            self._made[key] = made = _view_class(base, extra)
+            self._own_names[made] = frozenset(vars(made))
         return self._made[key]
+
+    def hand_on(self) -> None:
+        """Set on users' classes what was set on views': by `type(self).count += 1`, say."""
+        for (*_, base), made in list(self._made.items()):
+            for name, value in dict(vars(made)).items():
+                if name not in self._own_names[made] and not name.startswith("__"):
+                    setattr(base, name, value)
+                    with suppress(AttributeError):  # another thread's view of it has ended, too
+                        delattr(made, name)
 
     def swap_class(self, view: Any, kind: type) -> None:
         """Let a view pass for an object of a subclass, until it gets its own class back.
@@ -439,6 +450,7 @@ class ViewMaker:
         self.made.clear()
         self._stand_ins.clear()
         self._to_stand_in.clear()
+        self._classes.hand_on()
         del self._parameter, self._buffer, self._write
 
     def fill(self, view: Any, module: nn.Module) -> None:
