@@ -13,7 +13,7 @@ from torch.nn import functional
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.tagged_tensor import raw_of, tag_of
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
-from roundpipe_lightning.engine.device.events import Event
+from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES
 from roundpipe_lightning.engine.store.block_layout import Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
@@ -96,12 +96,13 @@ def _runs(*stages: Stage) -> list[StageRun]:
 
 @contextmanager
 def workers_with(
-    head: nn.Parameter, tail: nn.Parameter
+    head: nn.Parameter, tail: nn.Parameter, *, updates: dict[nn.Parameter, HostEvent] | None = None
 ) -> Iterator[tuple[_Worker, _Worker, OutsideUses]]:
     """Give two workers, and what both know of the user's code."""
     module = Regressor(2)
     module.head.weight, module.tail.weight = head, tail
     store, uses = HostStore(module, tuple(module.layers)), OutsideUses()
+    store.updates = updates or {}
     with EmulatedServer(2) as server:
         one, other = (_Worker(device, store, uses) for device in server.devices)
         yield one, other, uses
@@ -194,6 +195,22 @@ def test_what_a_step_in_flight_needs_comes_ahead_and_what_only_the_last_one_used
             one.weights.end_first()
         assert worker.weights.outside_bytes == tail.nbytes
         assert other.weights.outside_bytes == head.nbytes, "expected, if not asked for yet"
+
+
+def test_nobody_uploads_a_parameter_before_its_update(
+    head: nn.Parameter, tail: nn.Parameter
+) -> None:
+    update = HostEvent("update of tail.weight")
+    with workers_with(head, tail, updates={tail: update}) as (worker, _, uses):
+        uses.record(F0, tail, is_first=True)
+        uses.begin_step()
+        worker.begin(F0)
+        assert [job.after for job in worker.queue.jobs] == [[update]]
+        assert not worker.queue.drain(timeout_seconds=0.1)
+        with torch.no_grad():
+            tail.fill_(3.0)
+        update.set()
+        assert torch.equal(raw_of(worker.values(tail)), tail)
 
 
 @pytest.fixture
