@@ -450,7 +450,7 @@ def has_happened(event: Event) -> bool:
 
 
 def happened_at(event: Event) -> float:
-    """Return the time of an emulated device's event that has happened; None for other events.
+    """Return the time of an emulated device's event that has happened; 0 for other events.
 
     Raises:
         Exception: What made it fail.

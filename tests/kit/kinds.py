@@ -12,7 +12,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
     AutoModelForTokenClassification,
 )
@@ -78,10 +77,6 @@ def _pairs(generator: torch.Generator) -> dict[str, Tensor]:
     return {"input_ids": _ids(generator), "labels": _ids(generator)}
 
 
-def _classes(generator: torch.Generator) -> dict[str, Tensor]:
-    return {"input_ids": _ids(generator), "labels": torch.tensor([0, 1])}
-
-
 def _images(generator: torch.Generator) -> dict[str, Tensor]:
     return {
         "pixel_values": torch.randn(2, 3, 32, 32, generator=generator),
@@ -132,11 +127,6 @@ KINDS: dict[str, Kind] = {
         build=_model(AutoModelForMaskedLM, "bert", **_TEXT),
         batch=_pairs,
         stacks=("model.bert.encoder.layer",),
-    ),
-    "encoder, classes": Kind(
-        build=_model(AutoModelForSequenceClassification, "roberta", **_TEXT),
-        batch=_classes,
-        stacks=("model.roberta.encoder.layer",),
     ),
     "encoder, classes of tokens": Kind(
         build=_model(
@@ -259,13 +249,6 @@ KINDS: dict[str, Kind] = {
         ),
         batch=_causal,
         stacks=("model.model.layers",),
-    ),
-    "queries, keys and values in one": Kind(
-        build=_model(
-            AutoModelForCausalLM, "gpt2", vocab_size=VOCABULARY, n_embd=16, n_head=2, n_layer=3,
-        ),
-        batch=_causal,
-        stacks=("model.transformer.h",),
     ),
 }  # fmt: skip
 

@@ -1,4 +1,5 @@
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.engine.test_chain import EncoderDecoder
 from tests.kit.engine import WIDTH, Regressor
+from tests.kit.training import make_trainer
 
 NUM_STEPS = 3
 
@@ -45,30 +47,22 @@ class Preferring(Regressor):
         return functional.mse_loss(better - reference, y) + functional.mse_loss(worse, -y)
 
 
-def _fit(inner: nn.Module, **strategy: Any) -> tuple[Trainer, Fitted]:
-    module = Fitted(inner)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4 * NUM_STEPS, WIDTH, generator=generator)
+def _inputs() -> Tensor:
+    return torch.randn(4 * NUM_STEPS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def _fit(folder: Path, inner: nn.Module, **options: Any) -> tuple[Trainer, Fitted]:
+    module, x = Fitted(inner), _inputs()
     data = DataLoader(TensorDataset(x, x.sum(-1)), batch_size=4)
-    trainer = Trainer(
-        strategy=RoundPipeStrategy(num_microbatches=2, microbatching="step", **strategy),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step", **options)
+    trainer = make_trainer(folder, strategy=strategy, devices=2, max_epochs=1)
     trainer.fit(module, data, data)
     return trainer, module
 
 
 def _plainly(inner: Any) -> Any:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4 * NUM_STEPS, WIDTH, generator=generator)
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
-    for batch in x.split(4):
+    for batch in _inputs().split(4):
         optimizer.zero_grad()
         for part in batch.split(2):
             (inner.training_step((part, part.sum(-1)), 0) / 2).backward()
@@ -76,9 +70,9 @@ def _plainly(inner: Any) -> Any:
     return inner
 
 
-def _check(inner: nn.Module, names: list[str]) -> Plan:
+def _check(folder: Path, inner: nn.Module, names: list[str]) -> Plan:
     plain = _plainly(copy.deepcopy(inner))
-    trainer, module = _fit(inner)
+    trainer, module = _fit(folder, inner)
     for (name, got), want in zip(module.inner.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7, msg=name)
     strategy: Any = trainer.strategy
@@ -87,20 +81,20 @@ def _check(inner: nn.Module, names: list[str]) -> Plan:
     return plan
 
 
-def test_an_encoder_and_a_decoder() -> None:
+def test_an_encoder_and_a_decoder(tmp_path: Path) -> None:
     names = [f"inner.encoder.{i}" for i in range(3)] + [f"inner.decoder.{i}" for i in range(4)]
-    plan = _check(EncoderDecoder(), names)
+    plan = _check(tmp_path, EncoderDecoder(), names)
     assert plan.num_workers == 2
     with pytest.raises(PlanError, match=r"model has cuts at \(3,\).*no stage spans one"):
-        _fit(EncoderDecoder(), recompute="none")
+        _fit(tmp_path, EncoderDecoder(), recompute="none")
 
 
-def test_three_calls_of_a_stack() -> None:
+def test_three_calls_of_a_stack(tmp_path: Path) -> None:
     layers = [f"inner.layers.{i}" for i in range(3)]
     names = layers + [f"{n}#2" for n in layers] + [f"{n}#3" for n in layers]
-    plan = _check(Preferring(3), names)
+    plan = _check(tmp_path, Preferring(3), names)
     plain = _plainly(Preferring(3))
     for _ in range(2):  # a plan for the three calls, from the first step on
-        _, module = _fit(Preferring(3), plan=plan)
+        _, module = _fit(tmp_path, Preferring(3), plan=plan)
         for got, want in zip(module.inner.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
