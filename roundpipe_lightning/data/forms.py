@@ -194,12 +194,12 @@ def check_messages(value: Any, *, place: str) -> Sequence[Message]:
 
 
 def is_trained(message: Message) -> bool | None:
-    """Whether a message is learned by its own flag (`train`, `training`, `weight`); None: none."""
+    """Whether a message is learned by its own flag (one of `_FLAGS`); None: it has none."""
     flag = next((message[name] for name in _FLAGS if name in message), None)
     return None if flag is None else bool(flag)
 
 
-_FLAGS = ("train", "training", "weight")
+_FLAGS = ("train", "training", "weight", "loss_weight")
 
 
 def _message(given: Any, number: int, place: str) -> Message:
@@ -227,8 +227,9 @@ def _message(given: Any, number: int, place: str) -> Message:
             f"{place}: the content of message {number} ({role}) is neither a text nor a list of "
             "texts and images."
         )
+    speaks = role in ("user", "assistant") and not message.get("tool_calls")
     is_empty = not (content.strip() if isinstance(content, str) else content)
-    if is_empty and not message.get("tool_calls"):
+    if is_empty and (speaks or (content is None and role != "assistant")):
         raise DataError(
             f"{place}: message {number} ({role}) has no content. Give it one or remove it."
         )
@@ -241,10 +242,11 @@ def _part(part: Any, number: int, place: str) -> dict[str, Any]:
         return {"type": "text", "text": part}
     given = {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
     kind = given.get("type")
-    if kind in ("text", "input_text", "output_text") and isinstance(given.get("text"), str):
-        return {"type": "text", "text": given["text"]}
+    text = given.get("text", given.get("value"))
+    if kind in ("text", "input_text", "output_text") and isinstance(text, str):
+        return {"type": "text", "text": text}
     if kind in ("image_url", "image", "input_image"):
-        names = ("image_url", "image", "url", "path", "base64")
+        names = ("image_url", "image", "url", "path", "base64", "value")
         image: Any = next((given[name] for name in names if name in given), None)
         address = isinstance(image, Mapping) and isinstance(image.get("url"), str)
         return {"type": "image", "image": image["url"] if address else image}
@@ -253,6 +255,9 @@ def _part(part: Any, number: int, place: str) -> dict[str, Any]:
         '{"type": "text", "text": "..."}, {"type": "image_url", "image_url": {"url": "a.png"}}.'
     )
 
+
+_UNKNOWN = ("audio", "audios", "video", "videos")
+"""Fields beside the messages whose places in the texts would be learned as words."""
 
 _IMAGE = "<image>"
 """Place of an image in a text, as ShareGPT's files with images have it."""
@@ -263,6 +268,12 @@ def _with_images(record: Record, messages: Sequence[Message]) -> Sequence[Messag
 
     Without places they are at the beginning of the first message of the user.
     """
+    unknown = next((name for name in _UNKNOWN if record.fields.get(name)), None)
+    if unknown is not None:
+        raise DataError(
+            f"{record.place}: the field {unknown!r} has more than texts and images, which alone "
+            "are learned. Leave the record out, or remove the field and its places in the texts."
+        )
     beside = record.fields.get("images", record.fields.get("image"))
     images = list(beside) if _is_list(beside) else [beside]
     if beside is None or beside == "" or not images:
@@ -344,9 +355,10 @@ def _turns(turns: Any, record: Record) -> list[Message]:
             )
         message = {"role": _SPEAKERS[speaker], "content": turn.get("value")}
         call = _from_json(message["content"])
-        if speaker == "function_call" and isinstance(call, Mapping):
+        calls = [call] if isinstance(call, Mapping) else call
+        if speaker == "function_call" and _is_list(calls):
             message = {"role": "assistant", "content": ""}
-            message["tool_calls"] = [{"type": "function", "function": call}]
+            message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
         messages.append({**message, **{name: turn[name] for name in _FLAGS if name in turn}})
     return messages
 
@@ -432,16 +444,15 @@ def _given(role: str, record: Record, name: str) -> list[Any]:
 
 
 def _said(role: str, value: Any, record: Record) -> list[Any]:
-    """Messages, turns or a text as messages."""
-    value = _from_json(value)
-    if isinstance(value, Mapping):
-        value = [value]
-    if _is_list(value):
-        first = value[0] if value else None
-        if isinstance(first, Mapping) and "from" in first:
-            return _turns(value, record)
-        return list(value)
-    return [{"role": role, "content": value}]
+    """Messages, turns or a text as messages; JSON that is neither of the first two is a text."""
+    turns = _from_json(value)
+    turns = [turns] if isinstance(turns, Mapping) else turns
+    first = turns[0] if _is_list(turns) and turns else None
+    given = set(first) if isinstance(first, Mapping) else set()
+    speaks = {"from", "value"} <= given or {"role", "content"} <= given
+    if not _is_list(turns) or (isinstance(value, str) and not speaks):
+        return [{"role": role, "content": value}]
+    return _turns(turns, record) if "from" in given else list(turns)
 
 
 def _conversation(record: Record, given: Any) -> Content:

@@ -85,11 +85,17 @@ def test_a_template_that_cannot_be_used_is_refused(template: str, message: str) 
         ([{"content": "x"}], r"message 1 has the role None"),
         ([MESSAGES[0], {"role": "user", "content": ""}], r"message 2 \(user\) has no content"),
         ([{"role": "user"}], r"message 1 \(user\) has no content"),
+        ([{"role": "system"}, *MESSAGES[1:]], r"message 1 \(system\) has no content"),
     ],
 )
 def test_a_conversation_that_is_none_is_named(messages: Any, message: str) -> None:
     with pytest.raises(DataError, match=f"^p: {message}"):
         predicted(None, messages)
+
+
+def test_a_system_message_and_the_result_of_a_tool_may_be_empty() -> None:
+    called = [*MESSAGES[1:], {"role": "tool", "content": ""}, MESSAGES[2]]
+    assert predicted(None, [{"role": "system", "content": ""}, *called]).endswith("yes<|im_end|>")
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:

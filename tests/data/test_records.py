@@ -169,6 +169,7 @@ SAID = {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 PARTS = [{"type": "text", "text": "q"}]
+OTHER_PARTS = [{"type": "text", "value": "q"}]
 
 
 def forms(*kinds: str, **names: str) -> Forms:
@@ -186,6 +187,7 @@ def record(fields: dict[str, Any], line: int = 1) -> Record:
         ({"messages": json.dumps([ASKED, SAID])}, "messages", [ASKED, SAID]),
         ({"conversations": [ASKED, SAID]}, "messages", [ASKED, SAID]),
         ({"messages": [{"role": "user", "content": PARTS}, SAID]}, "messages", [ASKED, SAID]),
+        ({"messages": [{"role": "user", "content": OTHER_PARTS}, SAID]}, "messages", [ASKED, SAID]),
         ({"conversations": TURNS, "system": "s"}, "ShareGPT", [SYSTEM, ASKED, SAID]),
         ({"instruction": "q", "input": "", "output": "a"}, "Alpaca", [ASKED, SAID]),
         ({"instruction": "q", "input": None, "output": "a"}, "Alpaca", [ASKED, SAID]),
@@ -202,6 +204,16 @@ def record(fields: dict[str, Any], line: int = 1) -> Record:
         ({"prompt": "q", "completion": "a"}, "prompt/completion", [ASKED, SAID]),
         ({"prompt": [SYSTEM, ASKED], "completion": [SAID]}, "prompt/completion", None),
         ({"question": "q", "answer": "a"}, "question/answer", [ASKED, SAID]),
+        (
+            {"instruction": "q", "output": '[{"name": "x", "role": "y"}, 1]'},
+            "Alpaca",
+            [ASKED, {"role": "assistant", "content": '[{"name": "x", "role": "y"}, 1]'}],
+        ),
+        (
+            {"prompt": '{"x": 1}', "completion": json.dumps([SAID])},
+            "prompt/completion",
+            [{"role": "user", "content": '{"x": 1}'}, SAID],
+        ),
     ],
 )
 def test_conversations_are_recognised(
@@ -245,6 +257,9 @@ def test_calls_of_tools_and_own_names_of_fields_are_read() -> None:
     content = forms("conversation").read(record({"conversations": turns, "tools": '[{"a": 1}]'}))
     assert content.messages[1]["tool_calls"] == [{"type": "function", "function": call}]
     assert content.tools == [{"a": 1}]
+    turns[1]["value"] = json.dumps([call, call])
+    content = forms("conversation").read(record({"conversations": turns}))
+    assert content.messages[1]["tool_calls"] == [{"type": "function", "function": call}] * 2
     named = forms("conversation", prompt="ask", completion="reply")
     assert named.read(record({"ask": "q", "reply": "a"})).messages == [ASKED, SAID]
     assert forms("text", text="body").read(record({"body": "q"})).text == "q"
@@ -270,6 +285,7 @@ def test_calls_of_tools_and_own_names_of_fields_are_read() -> None:
         ({"messages": [{**ASKED, "content": 3}]}, r"content of message 1 \(user\) is neither a te"),
         ({"conversations": [{"from": ["us"], "value": "a"}]}, r"turn 1 is from \['us'\]"),
         ({"messages": [ASKED], "image": 3}, r"message 1 has an image"),
+        ({"messages": [ASKED, SAID], "videos": ["a.mp4"]}, r"the field 'videos' has more than texts"),
         ({"messages": [{**ASKED, "train": "yes"}]}, r"message 1 has train='yes'\. Use true or"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -293,7 +309,7 @@ def test_a_file_has_one_form() -> None:
         forms(txt="body")
 
 
-@pytest.mark.parametrize("flag", ["train", "weight"])
+@pytest.mark.parametrize("flag", ["train", "weight", "loss_weight"])
 def test_a_message_says_whether_it_is_learned(flag: str) -> None:
     tokenizer = TokenizerSource().load()
     messages: list[Any] = [{**ASKED, flag: 1}, {**SAID, flag: 0}, ASKED, {**SAID, "content": "b"}]
