@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from lightning_utilities.core import rank_zero
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
@@ -50,6 +52,7 @@ def show(config: DictConfig) -> None:
                     if len(answers) > 1:
                         console.print(f"{name}:")
                     console.print(marked(sample, data.tokenizer, most=config.tokens))
+    logging.getLogger(rank_zero.log.name).setLevel(logging.WARNING)  # the summary is printed here
     data.setup()
     console.print(data.summary, markup=False)
 

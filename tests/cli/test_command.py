@@ -112,13 +112,15 @@ def test_files_and_models_are_named_by_themselves(given: str, meant: list[str]) 
     assert commands.in_settings(words, config_folder()) == meant
 
 
-def test_data_is_shown(tmp_path: Path) -> None:
+def test_data_is_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     lines = [json.dumps({"instruction": "ask", "reply": f"answer {n}"}) for n in range(9)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
     words = ("data=a.jsonl", "data.seq_len=64", "data.fields={output: reply}")
     done = run_program(commands.data, tmp_path, *words)
     assert "a.jsonl: Alpaca" in done.stdout
     assert "[[a|n|s|w|e|r| |0|<|im_end|>]]" in done.stdout
+    assert (done.stdout + caplog.text).count("Data: a.jsonl (Alpaca); 8 samples in") == 1
     assert "Data: a.jsonl (Alpaca); 8 samples in" in done.stdout
     (tmp_path / "a.jsonl").write_text('{"ask": "x"}', encoding="utf-8")
     done = run_program(commands.data, tmp_path, "data=a.jsonl")
