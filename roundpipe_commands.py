@@ -309,17 +309,18 @@ def in_settings(arguments: list[str], folder: Path) -> list[str]:
     """The command line with files and models by name as settings.
 
     `data=` and `model=` name a file of `conf/data` and `conf/model`. A value that names none and
-    has a dot, a slash or a star in it, or is a list, is a file of data (`data.files=`), or a model
-    of the hub or of a folder (`model.hub_name=`). Files alone are data, too, of `data=chat`.
+    has a dot, a slash or a star in it, is a list, or is here, is a file of data (`data.files=`), or
+    a model of the hub or a folder (`model.hub_name=`). Files alone are data, too, of `data=chat`.
     """
     given = dict(each.split("=", 1) for each in arguments if "=" in each)
     found = []
     for argument in arguments:
         name, _, value = argument.partition("=")
         is_group = (folder / name / f"{value}.yaml").is_file()
+        is_place = re.search(r"[./*{\[]", value) or (value and Path(value).exists())
         if name == "data.files" and "data" not in given and value[:1] not in ("", "'", '"'):
             found += _data_settings(value, given, folder)
-        elif name not in ("data", "model") or is_group or not re.search(r"[./*{\[]", value):
+        elif name not in ("data", "model") or is_group or not is_place:
             found.append(argument)
         elif name == "data":
             found += _data_settings(value, given, folder)

@@ -332,7 +332,8 @@ _SERVE_MODEL = """\
 ```bash
 vllm serve {folder}
 
-{download}python llama.cpp/convert_hf_to_gguf.py {here} --outfile model.gguf --outtype q8_0
+{download}# with transformers 5, not with the 4.57 of llama.cpp's requirements.txt
+python llama.cpp/convert_hf_to_gguf.py {here} --outfile model.gguf --outtype q8_0
 llama-server -m model.gguf
 
 echo 'FROM ./model.gguf' > Modelfile
@@ -343,7 +344,7 @@ _SERVE_ADAPTER = """\
 ```bash
 vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={folder}
 
-{download}hf download {base} --local-dir base
+{download}{get} base
 python llama.cpp/convert_hf_to_gguf.py base --outfile base.gguf --outtype q8_0
 python llama.cpp/convert_lora_to_gguf.py {here} --base base --outfile adapter.gguf
 llama-server -m base.gguf --lora adapter.gguf
@@ -363,13 +364,20 @@ _SERVE_SCORES = "`AutoModelForSequenceClassification` loads it; an adapter needs
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM takes as the largest one."""
 
+_UNSERVED = ("use_dora", "use_rslora", "modules_to_save", "alpha_pattern", "lora_bias")
+"""Settings of an adapter that vLLM refuses, or llama.cpp leaves out."""
+
+_PLAIN_INITS = ("true", "false", "gaussian", "eva", "orthogonal")
+
 
 def _serve(settings: Mapping[str, Any] | None) -> tuple[str, int]:
     """How a model, or an adapter with these settings, is served, and the rank to serve it with."""
     if settings is None:
         return _SERVE_MODEL, 0
-    names = ("use_dora", "use_rslora", "modules_to_save")
-    if settings.get("peft_type") != "LORA" or any(settings.get(name) for name in names):
+    # PiSSA and its like change the base's weights; both programs would add to the published ones.
+    changes_base = str(settings.get("init_lora_weights", True)).lower() not in _PLAIN_INITS
+    unknown = changes_base or settings.get("bias", "none") != "none"
+    if settings.get("peft_type") != "LORA" or unknown or any(map(settings.get, _UNSERVED)):
         return _SERVE_OTHERS, 0
     largest = max([settings["r"], *(settings.get("rank_pattern") or {}).values()])
     rank = next((rank for rank in _RANKS if rank >= largest), None)
@@ -393,7 +401,8 @@ def write_card(folder: Path, run: Path, *, name: str | None = None) -> None:
     settings = json.loads(adapter.read_text("utf-8")) if adapter.is_file() else None
     base = _public(config.model.get("hub_name"))
     header = {"library_name": "transformers" if settings is None else "peft"}
-    if base and "/" in base:
+    on_hub = "/" in (base or "")
+    if base and on_hub:
         header["base_model"] = base
     serve, rank = _serve(settings)
     if config.module["_target_"].endswith(("ClassificationModule", "RewardModule")):
@@ -433,7 +442,8 @@ def write_card(folder: Path, run: Path, *, name: str | None = None) -> None:
             here=title if name else ".",
             download=f"hf download {name} --local-dir {title}\n" if name else "",
             name=title,
-            base=base or "BASE",
+            base=base if on_hub else f"/path/to/{base or 'BASE'}",
+            get=f"hf download {base} --local-dir" if on_hub else f"ln -s /path/to/{base or 'BASE'}",
             rank=rank,
         ),
     ]

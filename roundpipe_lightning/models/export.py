@@ -256,22 +256,25 @@ def _add_tokenizer(model: Any, folder: Path, *, tokenizer: Any) -> None:
     """Write the tokenizer beside the model: it is what makes the folder usable."""
     from transformers.utils.hub import cached_file
 
+    name, is_named = tokenizer, tokenizer is not None
+    files: tuple[str, ...] = _TOKENIZER_FILES
     if hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(folder)
-        return
-    name = tokenizer
-    if name is None:
+        # SentencePiece's own file, which llama.cpp reads: transformers 5 leaves it out.
+        files, is_named = ("tokenizer.model",), False
+        name = getattr(getattr(tokenizer, "tokenizer", tokenizer), "name_or_path", None)
+    elif name is None:
         name = getattr(_without_adapters(model, merge=False).config, "name_or_path", None)
     if not name:
         return
-    for file in _TOKENIZER_FILES:
+    for file in files:
         found = cached_file(
             str(name),
             file,
             local_files_only=tokenizer is None,
             _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=tokenizer is not None,
-            _raise_exceptions_for_gated_repo=tokenizer is not None,
+            _raise_exceptions_for_connection_errors=is_named,
+            _raise_exceptions_for_gated_repo=is_named,
         )
         if found is not None and not (folder / file).exists():
             shutil.copyfile(found, folder / file)

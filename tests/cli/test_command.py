@@ -112,6 +112,17 @@ def test_files_and_models_are_named_by_themselves(given: str, meant: list[str]) 
     assert commands.in_settings(words, config_folder()) == meant
 
 
+def test_a_folder_that_is_here_needs_no_slash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "tiny"):
+        (tmp_path / name).mkdir()
+    words = commands.in_settings(["data=mine", "model=mine"], config_folder())
+    assert words == ["data=chat", "data.files=['mine']", "model=hub", "model.hub_name='mine'"]
+    assert commands.in_settings(["model=tiny"], config_folder()) == ["model=tiny"]
+
+
 def test_data_is_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     lines = [json.dumps({"instruction": "ask", "reply": f"answer {n}"}) for n in range(9)]

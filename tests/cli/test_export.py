@@ -16,7 +16,7 @@ from roundpipe_lightning.cli.checkpoints import export
 from roundpipe_lightning.cli.train import write_card
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.weight_files import MARKER
-from roundpipe_lightning.modules import ModelSource
+from roundpipe_lightning.modules import ModelSource, TokenizerSource
 from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.kit.hub import hub
 from tests.kit.programs import run_program
@@ -87,6 +87,18 @@ def test_the_tokenizer_of_the_run_goes_along(run: Path, tmp_path: Path) -> None:
     message = {"role": "user", "content": "One?"}
     assert tokenizer.apply_chat_template([message], tokenize=False) == "One?"
     assert tokenizer.decode(tokenizer("One?").input_ids) == "One?"
+
+
+def test_the_file_of_sentencepiece_goes_along(run: Path, tmp_path: Path) -> None:
+    TokenizerSource().load().save_pretrained(tmp_path / "mine")
+    (tmp_path / "mine" / "tokenizer.model").write_bytes(b"pieces")
+    config: Any = OmegaConf.load(run / "config.yaml")
+    target = "roundpipe_lightning.modules.TokenizerSource"
+    config.data.tokenizer = {"_target_": target, "name": str(tmp_path / "mine")}
+    OmegaConf.save(config, run / "config.yaml")
+    folder = run_export(f"ckpt_path={checkpoint_of(run)}")
+    assert (folder / "tokenizer.model").read_bytes() == b"pieces"
+    assert (folder / "tokenizer.json").is_file()
 
 
 @pytest.mark.parametrize("frozen_weights", ["memory", "mmap"])
@@ -220,7 +232,9 @@ def test_an_export_has_a_card_and_goes_to_the_hub(run: Path) -> None:
     assert "| Training | 3 steps of 4 microbatches on 4 workers |" in card
     assert "vllm serve me/mine" in card
     assert (
-        "hf download me/mine --local-dir mine\npython llama.cpp/convert_hf_to_gguf.py mine" in card
+        "hf download me/mine --local-dir mine\n# with transformers 5, not with the 4.57 of "
+        "llama.cpp's requirements.txt\n"
+        "python llama.cpp/convert_hf_to_gguf.py mine" in card
     )
     assert str(run.parent) not in card
     plan = json.loads((run / "plan.json").read_text())
@@ -243,10 +257,17 @@ def test_the_card_of_an_adapter_names_its_base(tmp_path: Path) -> None:
     assert "base_model: Qwen/Qwen3-0.6B" in card()
     for changes in ({}, {"r": 12}, {"r": 4, "rank_pattern": {"q_proj": 10}}):
         assert "--enable-lora --max-lora-rank 16 --lora-modules export=." in card(**changes)
-    for name, value in (("use_dora", True), ("use_rslora", True), ("peft_type", "IA3"), ("r", 600)):
-        refused = card(**{name: value})
+    unserved: list[dict[str, Any]] = [{"use_dora": True}, {"use_rslora": True}, {"bias": "all"}]
+    unserved += [{"init_lora_weights": "pissa_niter_4"}, {"alpha_pattern": {"q_proj": 3}}]
+    for changes in (*unserved, {"peft_type": "IA3"}, {"r": 600}):
+        refused = card(**changes)
         assert "with another scale" in refused
         assert "vllm serve" not in refused
+    assert "hf download Qwen/Qwen3-0.6B --local-dir base\n" in card(r=16)
+    config.model.hub_name = str(tmp_path)
+    OmegaConf.save(config, run / "config.yaml")
+    assert f"ln -s /path/to/{tmp_path.name} base\n" in card(r=16)
+    assert f"vllm serve /path/to/{tmp_path.name} --enable-lora" in card()
     config.module._target_ = "roundpipe_lightning.modules.RewardModule"
     OmegaConf.save(config, run / "config.yaml")
     assert "`AutoModelForSequenceClassification` loads it" in card()
