@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.planning.cost.costs import (
     ActionCost,
+    Evaluator,
+    HostCosts,
+    PartitionTable,
     RecomputeStart,
     StageCosts,
     UpdateTiming,
@@ -20,7 +23,7 @@ from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfil
 from roundpipe_lightning.planning.model.work import ParameterStorage, WeightStorage
 from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.schedule import Schedule, Timeline
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from tests.kit.plans import default_plan
 from tests.kit.profiles import random_profiles
 
@@ -77,6 +80,36 @@ def test_the_optimizer_comes_after_the_step_or_hides_behind_the_next() -> None:
         assert work <= behind.pipeline_seconds + 1e-9
         assert behind.pipeline_seconds <= after.pipeline_seconds + 1e-9
         assert 0 <= after.bubble_fraction < 1
+
+
+@pytest.mark.parametrize("backward", [(4,), (0, 4), (0, 2, 2), (0, 1, 1, 1, 1)])
+@pytest.mark.parametrize("teams", [1, 2])
+def test_steps_in_a_stream_take_the_workers_time(backward: tuple[int, ...], teams: int) -> None:
+    """Few stages leave workers to the next batch, but not to the one after that."""
+    partition = Partition(forward=() if backward == (4,) else (4 - backward[0],), backward=backward)
+    machines = replace(machine(), num_devices=8)
+    recompute = RecomputePolicy.FULL if partition.forward else RecomputePolicy.NONE
+    layout = PipelineLayout(
+        partition=partition,
+        num_microbatches=16,
+        round_size=16,
+        team_size=teams,
+        recompute=recompute,
+    )
+    behind = StepModel(
+        profile=model(), hardware=machines, timing=UpdateTiming.BEHIND_NEXT_STEP
+    ).predict(layout)
+    assert behind.step_seconds >= behind.compute_seconds - 1e-9
+    assert behind.step_seconds >= behind.timeline.makespan_seconds / 2
+    profile, rounds = model(), (16 // teams,)
+    host = HostCosts(timing=UpdateTiming.BEHIND_NEXT_STEP)
+    evaluator = Evaluator(
+        profile=profile, num_workers=8 // teams, rounds=rounds, hop_seconds=0.0, host=host
+    )
+    estimate = replace(evaluator, team_size=teams, recompute=recompute).seconds(
+        PartitionTable.of([partition])
+    )
+    assert estimate.item() == pytest.approx(behind.step_seconds, rel=0.1)
 
 
 def test_bytes_moved_are_counted() -> None:

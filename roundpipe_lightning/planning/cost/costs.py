@@ -408,8 +408,7 @@ class Evaluator:
         recompute, compute = self._durations(table)
         upload = self._upload_durations(table)
         present = table.is_stage.T
-        period = recompute + compute
-        rows = np.arange(len(table))
+        period, rows = recompute + compute, np.arange(len(table))
         # Worker `num_workers` is a dummy that is always free: absent stages run there, in no time.
         free = np.zeros((self.num_workers + 1, len(table)))
         free[-1] = -np.inf
@@ -417,13 +416,13 @@ class Evaluator:
         uploaded = free.copy()
         turns = np.zeros(len(table), dtype=np.int64)
         hop = self.hop_seconds if self.num_workers > 1 else 0.0
-        before = upload[table.first, rows]
+        before, once = upload[table.first, rows], np.zeros(len(table))
         slowness = 1.0 / np.asarray([*speeds, 1.0])
         for index, round_size in enumerate(rounds * (2 if self.host.goes_on else 1)):
             if round_size == 0:
                 continue
             if index == len(rounds):
-                before = free.max(axis=0)
+                once, before = free.max(axis=0) - before, free.max(axis=0)
             places = np.arange(round_size, dtype=np.float64)[:, None]
             ends = np.zeros((round_size, len(table)))
             started = np.zeros(len(table), dtype=bool)
@@ -456,6 +455,9 @@ class Evaluator:
                 free_before[worker, rows] = free_now
                 free[worker, rows] = np.where(here, ends[-1], -np.inf)
         result: Floats = free.max(axis=0) - before
+        if self.host.goes_on:  # no step begins before the last but one has ended
+            busy = sum(rounds) * period.sum(axis=0) / sum(speeds)
+            result = np.maximum(result, np.maximum(once / 2, busy))
         return result
 
     def _upload_durations(self, table: PartitionTable) -> Floats:

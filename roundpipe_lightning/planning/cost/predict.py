@@ -23,6 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import fmean
 
 from roundpipe_lightning.planning.cost.costs import (
     ActionCost,
@@ -148,7 +149,8 @@ class StepModel:
         edges = 0.0
         if host.goes_on:
             twice = replace(layout, num_microbatches=2 * layout.num_microbatches)
-            pipeline = self._simulated(twice, costs)[1].makespan_seconds - pipeline
+            more = self._simulated(twice, costs)[1].makespan_seconds - pipeline
+            pipeline = max(more, pipeline / 2, _least_period(layout, timeline))
         else:
             edges = self._edge_seconds(runs)
         seconds = host.step_seconds(pipeline, uploaded=uploaded, downloaded=downloaded, edges=edges)
@@ -228,6 +230,14 @@ class StepModel:
             forward=tuple(map(expanded, costs.forward, stages)),
             backward=tuple(map(expanded, costs.backward, stages[partition.num_forward :])),
         )
+
+
+def _least_period(layout: PipelineLayout, timeline: Timeline) -> float:
+    """From step to step at least: the workers of a pipeline take turns, unequal ones do not."""
+    busy = [sum(entry.busy_seconds for entry in row) for row in timeline.rows()]
+    share = max if layout.speeds else fmean
+    teams = layout.teams(len(busy))
+    return max(share([busy[worker] for worker in line]) for line in zip(*teams, strict=True))
 
 
 _LINK_SHARE = 0.9
