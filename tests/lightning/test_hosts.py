@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
@@ -533,6 +534,30 @@ def test_a_signal_to_one_host_stops_all_after_the_same_step(
     expected = (step, signal.SIGTERM if is_command else None)
     assert run_on_hosts(2, stop_at, tmp_path, hook, is_command) == [expected] * 2
     assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == step
+
+
+def stop_by(rank: int, folder: Path, how: str) -> tuple[int, int]:
+    """Train on two hosts of which one has a reason to stop; return where this one did."""
+    stops = {
+        "timer": Timer(timedelta(hours=rank), interval="step"),
+        "early stopping": EarlyStopping(
+            "loss", stopping_threshold=1e9 if rank else None, check_on_train_epoch_end=True
+        ),
+    }
+    trainer = make_trainer(
+        folder / f"host{rank}",
+        strategy=RoundPipeStrategy(timeout_seconds=60),
+        num_nodes=2,
+        max_epochs=4,
+        callbacks=[stops[how]],
+    )
+    trainer.fit(Regressor(num_blocks=2), regression_data(24, batch_size=6))
+    return trainer.current_epoch, trainer.global_step
+
+
+@pytest.mark.parametrize(("how", "place"), [("timer", (0, 0)), ("early stopping", (1, 2))])
+def test_a_callback_of_one_host_stops_all(tmp_path: Path, how: str, place: tuple[int, int]) -> None:
+    assert run_on_hosts(2, stop_by, tmp_path, how) == [place] * 2
 
 
 class GathersEveryStep(Regressor):
