@@ -56,7 +56,7 @@ _NOT_FOR_TRAINING = (
 """Overrides that are `roundpipe-plan`'s own, or that its plan already has."""
 
 _MUCH_IDLE_SHARE = 0.4
-_SHARDED_BYTES = 16  # master, gradient and AdamW's moments of a parameter
+_BYTES_WITH_STATE = 16  # master, gradient and AdamW's moments of a parameter
 _SHARE_OF_DEVICE = 0.7  # the rest is for activations and gathered layers
 
 
@@ -282,7 +282,9 @@ class PlanOutput:
         if prediction is None or machine.shares_host_memory:
             return []
         frozen = work.num_parameters - work.num_trainable
-        each = (_SHARDED_BYTES * work.num_trainable + 2 * frozen) / machine.num_devices
+        each: float = _BYTES_WITH_STATE * work.num_trainable + 2 * frozen
+        if machine.devices_reach_each_other:
+            each /= machine.num_devices
         alone = prediction.step_seconds - prediction.network_seconds
         idle = 1 - prediction.compute_seconds / alone  # FSDP would wait for the network much longer
         if idle < _MUCH_IDLE_SHARE:
@@ -291,8 +293,9 @@ class PlanOutput:
             settings = "data.seq_len, data.batch_size, trainer.accumulate_grad_batches"
             return [f"  fewer waits with more tokens a step: {settings}"]
         other = "trainer=single_device"
-        if machine.num_devices > 1:
-            other = "FSDP (Trainer(strategy='fsdp'))"
+        if machine.num_devices > 1:  # published: sharding over PCIe is slower than RoundPipe
+            name = "fsdp" if machine.devices_reach_each_other else "ddp"
+            other = f"{name.upper()} (Trainer(strategy='{name}'))"
         size = size_text(round(each))
         return [
             (
