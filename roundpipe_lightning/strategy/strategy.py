@@ -70,7 +70,7 @@ from roundpipe_lightning.strategy.updates.optimizer_sync import OptimizerSync
 __all__ = ["NoBlocksWarning", "RoundPipeStrategy"]
 
 CHECKPOINT_KEY = "roundpipe"
-CHECKPOINT_VERSION = 3
+CHECKPOINT_VERSION = 4
 PREVIOUS_KEY = "previous_parameters"
 """Key of the parameters that the next step computes with, where the module has newer ones."""
 
