@@ -294,6 +294,24 @@ def test_a_later_batch_with_another_loss(
     assert all(reason in text for reason, text in zip(expected, said, strict=True))
 
 
+class Reciprocal(Regressor):
+    """Its batches weigh the reciprocal of a mean."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (batch_idx + 1) / functional.mse_loss(self(batch[0]), batch[1])
+
+
+def test_a_number_of_the_batch_over_a_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
+    strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
+    (one, _), (module, _) = train_with(
+        tmp_path, strategies, Reciprocal, regression_data(), max_epochs=1
+    )
+    assert parameter_error(module, one) < 1e-5
+    assert [text for text in said if "reciprocal" in text]
+
+
 def test_pinned_steps_say_what_they_write(tmp_path: Path) -> None:
     strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
     trainer = make_trainer(tmp_path, strategy=strategy, max_steps=3)

@@ -209,11 +209,14 @@ class _Later:
     def _weigh(self, other: Any) -> Any:
         return other.clone() if isinstance(other, Tensor) else self
 
+    def __truediv__(self, other: Any) -> Any:
+        return other.reciprocal() if isinstance(other, Tensor) else self
+
     def __format__(self, _: str) -> str:
         """Return a text that says nothing."""
         return "0"
 
-    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = _weigh
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = _weigh
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = _refuse
     __mod__ = __floordiv__ = __index__ = __int__ = __float__ = _refuse
 
