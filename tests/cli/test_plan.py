@@ -18,7 +18,9 @@ from roundpipe_lightning.cli.job import Job, MetaModel
 from roundpipe_lightning.cli.plan import command as plan_module
 from roundpipe_lightning.cli.plan.command import PlanOutput, run
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.planning.model.hardware import config_folder, load_hardware
+from roundpipe_lightning.planning.model.work import WorkProfile
 from roundpipe_lightning.planning.search.partition import Effort
 from roundpipe_lightning.planning.search.remedies import Price
 from tests.kit.programs import run_program
@@ -145,6 +147,21 @@ def test_what_does_not_fit_gets_changes_that_do(ask: Ask) -> None:
         if not any(override.startswith("hardware=") for override in change["overrides"]):
             again = ask.json(*TIGHT, "data.seq_len=1024", *change["overrides"])
             assert again["fits"] is True
+
+
+def test_what_its_parameters_rule_out_is_not_measured(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[object] = []
+
+    def counted(module: Any, *args: Any, **options: Any) -> WorkProfile:
+        measured.append(options)
+        return work_profile(module, *args, **options)
+
+    monkeypatch.setattr("roundpipe_lightning.cli.job.work_profile", counted)
+    little = (*GPU, "hardware.device_bytes=420000000", "hardware.host_memory=1MB")
+    ask.text(*little, status=EXIT_DOES_NOT_FIT)
+    assert len(measured) <= 5, "the model, and what may be enough"
 
 
 def test_a_tail_segment_that_is_too_large_is_named(tmp_path: Path) -> None:

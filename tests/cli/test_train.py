@@ -32,6 +32,8 @@ from roundpipe_lightning.modules import (
     ModelSource,
     SequenceClassificationModule,
 )
+from roundpipe_lightning.planning.search.fit import fit_training
+from roundpipe_lightning.planning.search.remedies import Price
 from tests.kit.architectures import TINY
 from tests.kit.programs import run_program
 from tests.kit.runs import SMALL, SUMMARY_KEYS, compose_small, files, run_here, summary, train_small
@@ -427,6 +429,23 @@ def test_pure_bfloat16_with_small_steps_is_offered_with_its_warning(tmp_path: Pa
         costs = {" ".join(remedy.change.overrides): remedy.change.cost for remedy, _ in found}
         assert costs["optimizer=adamw_8bit"] == "AdamW's moments are rounded to 8 bits"
         assert ("WARNING" in costs["trainer.precision=bf16-true"]) == warns
+
+
+def test_rounded_copies_are_a_change_where_host_or_devices_lack_memory(tmp_path: Path) -> None:
+    models: dict[str, MetaModel] = {}
+    for place, given, change in (
+        ("host", "bf16", "null"),
+        ("device", "null", "auto"),
+    ):
+        cards = ("hardware=rtx4090x2", f"trainer.strategy.upload_dtype={given}")
+        job = Job(compose_small(tmp_path, *cards), models=models)
+        need = getattr(fit_training(job.first_job()).memory, place).total_bytes
+        less = f"hardware.{place}_bytes={need - 1000}"
+        job = Job(compose_small(tmp_path, *cards, less), models=models)
+        found = cheapest_changes(job, is_measured=False, count=30)
+        [wanted] = [r for r, _ in found if f"upload_dtype={change}" in r.change.overrides[0]]
+        assert wanted.price is Price.NOTHING
+        assert wanted.change.cost.startswith("the same results;")
 
 
 def test_a_pair_of_changes_or_more_hosts_leave_all_parameters_trained(tmp_path: Path) -> None:

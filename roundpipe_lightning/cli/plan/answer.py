@@ -54,6 +54,8 @@ def longest_seq_len(job: Job, *, too_long: int = _LONGEST + _MULTIPLE) -> int:
 
     The microbatches are those of the job, or of one sequence where their number is open.
     """
+    if not fits_memory(job.first_job()):  # nothing that is measured makes that better
+        return 0
     count = job.microbatch_counts()[0]
 
     def shortage(units: int) -> float:
@@ -206,21 +208,26 @@ def _changes(job: Job, *, is_measured: bool) -> Iterator[Remedy[Change]]:
     def seen(job: Job) -> TrainingJob:
         return job.training(job.microbatch_counts()[0]) if is_measured else job.first_job()
 
+    def hopeful(job: Job) -> TrainingJob:
+        if is_measured and not fits_memory(job.first_job()):  # measuring takes seconds
+            raise FitError("Its parameters alone do not fit.")
+        return seen(job)
+
     def remedy(price: Price, overrides: str, changes: Mapping[str, Any], cost: str) -> Any:
         make = partial(job.with_changes, changes)
         change = Change(overrides=tuple(overrides.split()), cost=cost, make=make)
-        return Remedy(change=change, price=price, job=lambda: seen(make()))
+        return Remedy(change=change, price=price, job=lambda: hopeful(make()))
 
-    now = seen(job)
     rows: Iterator[_Row] = chain(
         _free_changes(job) if is_measured else (),
-        _less_of_the_state(job, now),
+        _other_uploads(job),
+        _less_of_the_state(job, seen),
         _coarser_numbers(job),
         _shorter_sequences(job) if is_measured else (),
-        _slower_storage(job, now),
+        _slower_storage(job),
         _fewer_trained(job),
         _more_hosts(job, seen),
-        _larger_machines(now),
+        _larger_machines(job, seen),
     )
     yield from (remedy(*row) for row in rows)
 
@@ -254,6 +261,18 @@ def _free_changes(job: Job) -> Iterator[_Row]:
         mapped = {"model.frozen_weights": "mmap"}
         cost = "the same results; weights come from the disk"
         yield Price.NOTHING, _overrides(mapped), mapped, cost
+
+
+def _other_uploads(job: Job) -> Iterator[_Row]:
+    """Rounded copies take memory of the host, and half as much of a device as the weights."""
+    if job.precision.autocast_dtype is None or job.computes_on_host:
+        return
+    has_none = job.options.upload_dtype is None
+    keys = {"trainer.strategy.upload_dtype": "auto" if has_none else None}
+    cost = (
+        "the same results; " + ("half" if has_none else "twice") + " the bytes of weights uploaded"
+    )
+    yield Price.NOTHING, _overrides(keys), keys, cost
 
 
 def _coarser_numbers(job: Job) -> Iterator[_Row]:
@@ -301,10 +320,11 @@ def _shorter_sequences(job: Job) -> Iterator[_Row]:
         yield Price.CONTEXT, _overrides(keys), keys, "shorter sequences"
 
 
-def _slower_storage(job: Job, training: TrainingJob) -> Iterator[_Row]:
+def _slower_storage(job: Job) -> Iterator[_Row]:
     adamw = _host_adamw(job)
     if adamw is None or adamw["offload"] is not None:
         return
+    training = job.first_job()
     size = 2 * _MOMENT_BYTES[adamw["moments"]] * training.work.num_trainable
     rate = training.hardware.disk_bytes_per_second
     cost = (
@@ -326,11 +346,11 @@ def _fewer_trained(job: Job) -> Iterator[_Row]:
         yield Price.TRAINABLE, f"peft={name}", {"peft": settings}, cost + more
 
 
-def _less_of_the_state(job: Job, training: TrainingJob) -> Iterator[_Row]:
+def _less_of_the_state(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
     """The largest part of what hosts divide that has room on this one."""
     if job.num_nodes == 1 or job.options.memory_share != "auto":
         return
-    share = int(_SHARE_STEPS * most_share(fit_training(replace(training, effort=QUICK))))
+    share = int(_SHARE_STEPS * most_share(fit_training(replace(seen(job), effort=QUICK))))
     if 0 < share < _SHARE_STEPS / job.num_nodes:
         keys = {_MEMORY_SHARE: share / _SHARE_STEPS}
         cost = f"the same results, if others have room for {1 - share / _SHARE_STEPS:g} together"
@@ -350,8 +370,12 @@ def _more_hosts(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
             return
 
 
-def _larger_machines(training: TrainingJob) -> Iterator[_Row]:
-    for price, spec in other_machines(training):
+def _larger_machines(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
+    first = job.first_job()
+    others = (replace(first, hardware=spec) for _, spec in other_machines(first))
+    if not fits_memory(first) and not any(map(fits_memory, others)):
+        return
+    for price, spec in other_machines(seen(job)):
         if price is Price.HOST_MEMORY:
             keys = {"hardware.host_memory": f"{-(-spec.host_bytes // _GIB)}GiB"}
             yield price, _overrides(keys), keys, "the same results, on a host with more memory"
@@ -376,7 +400,8 @@ def _host_adamw(job: Job) -> dict[str, Any] | None:
 
 
 def _overrides(keys: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={str(v).lower() if v is True else v}" for key, v in keys.items())
+    words = {"True": "true", "None": "null"}
+    return " ".join(f"{key}={words.get(str(v), v)}" for key, v in keys.items())
 
 
 # --- before training ------------------------------------------------------------------------------

@@ -55,11 +55,14 @@ def measure_run(
     call: Call,
     sequences: int,
     seq_len: int,
+    *,
+    kinds: Sequence[int],
 ) -> tuple[list[SegmentCost], set[nn.Module]]:
     """Run the user's code once; blocks are measured by themselves, alike ones once.
 
     Args:
         chain: Its blocks. Without any everything is the tail.
+        kinds: `kinds_of` them.
 
     Returns:
         The costs of the head, every block, and the tail, in this order; and the modules, blocks'
@@ -77,7 +80,6 @@ def measure_run(
         ends={index for index in range(len(blocks)) if chain.ends_pass(index)},
         outside=[p for p in trained if p not in inner],
     )
-    kinds = kinds_of(chain.links)
     inside = {inner for block in blocks for inner in block.modules()}
     outside = [child for child in module.modules() if child not in inside]
     hooks = [child.register_forward_hook(recorder.after_module) for child in outside]

@@ -39,6 +39,7 @@ from roundpipe_lightning.models.work.meta_copy import MetaCopy
 from roundpipe_lightning.models.work.meta_run import (
     Call,
     SegmentCost,
+    kinds_of,
     measure_run,
 )
 from roundpipe_lightning.models.work.meter import Count, transformers_attention
@@ -95,10 +96,11 @@ def work_profile(
         run_module, original = copy.module, copy.original
         run_chain = _copied(chain, copy)
     run = call if fusion is None else _fused(call, fusion, run_chain)
+    kinds = kinds_of(run_chain.links)
 
     def three_runs(seq_len: int) -> list[tuple[list[SegmentCost], set[nn.Module]]]:
         shapes = ((1, seq_len), (1, 2 * seq_len), (2, seq_len))
-        return [measure_run(run_module, run_chain, run, *shape) for shape in shapes]
+        return [measure_run(run_module, run_chain, run, *shape, kinds=kinds) for shape in shapes]
 
     fused = True
     with _gradients(run_module):
@@ -171,7 +173,8 @@ def step_profile(
         return loss
 
     with _gradients(copy.module), alone():
-        costs, in_head = measure_run(copy.module, meta_chain, loss_of_step, 1, 1)
+        kinds = kinds_of(meta_chain.links)
+        costs, in_head = measure_run(copy.module, meta_chain, loss_of_step, 1, 1, kinds=kinds)
     if copy.reason_not_copied is not None:  # and the user's code went on without it
         raise ConfigurationError(f"Something could not be copied: {copy.reason_not_copied}.")
     head_modules = {copy.original(child) for child in in_head}
