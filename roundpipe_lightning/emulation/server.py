@@ -303,9 +303,11 @@ class ServedDevice(EmulatedDevice):
 
     def allocate(self, num_bytes: int) -> Tensor:
         raw = torch.empty(num_bytes, dtype=torch.uint8)
-        if self.server.checker is not None:
+        if (checker := self.server.checker) is not None:
             self._num_buffers += 1
-            self.server.checker.name(raw, f"buffer {self._num_buffers} of {self.name}")
+            checker.name(raw, f"buffer {self._num_buffers} of {self.name}")
+            checker.begin(self.line)  # as an allocator gives it: compute may still use it
+            checker.access(raw, line=self.line, writes=True, what="what had it before")
         return self._placed(raw)
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -55,7 +55,9 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 
 
 def _buffer(device: ServedDevice, numbers: int) -> Tensor:
-    return device.allocate(4 * numbers).view(torch.float32)
+    flat = device.allocate(4 * numbers)
+    device.synchronize()  # compute launched before may use its memory until then
+    return flat.view(torch.float32)
 
 
 def test_copies_take_the_time_of_their_bytes_and_keep_their_order() -> None:
@@ -276,6 +278,13 @@ class TestChecker:
         assert "aten.add" in str(caught.value)
         assert "the compute queue of emulated:0, reads" in str(caught.value)
 
+    def test_new_memory_that_is_filled_while_compute_may_still_use_it(self) -> None:
+        with EmulatedServer(1, checker=ProtocolChecker()) as server:
+            (device,) = server.devices
+            slot = device.allocate(16)
+            with pytest.raises(ProtocolError, match="before what had it before"):
+                device.copy(slot, torch.ones(16, dtype=torch.uint8), queue=UP)
+
     def test_weights_that_are_used_before_they_have_come(self) -> None:
         with EmulatedServer(1, checker=ProtocolChecker()) as server:
             (device,) = server.devices
@@ -484,7 +493,9 @@ def test_what_is_brought_from_the_host_may_change_there_at_once(
         monkeypatch.setattr(device, "copy", noted)
         # As of an accelerator: its stream waits, the host does not.
         monkeypatch.setattr(device, "await_event", lambda event: None)
-        device.bring(torch.ones(10), CpuDevice())
+        source = torch.ones(10)
+        device.pin(source)  # else the copy itself stops the host
+        device.bring(source, CpuDevice())
         assert [event.is_done for event in copies] == [True]
 
 

@@ -401,10 +401,8 @@ class WeightPrefetcher:
             regions[block] = Region(memory=slot, offset=end, layout=layout)
             end += region_bytes([layout.form.num_bytes])
         if end > slot.num_bytes:
-            for event in slot.used_by:
-                event.wait()
-            slot.grow(end)
             self._regions.clear()
+            slot.grow(end)
         return regions
 
     # ------------------------------------------------------------------------------------ uploads
