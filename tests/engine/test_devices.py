@@ -462,6 +462,7 @@ def test_every_thread_works_on_the_device_of_its_worker(
         asked = Runtime(torch.device("xpu", 3))
         assert asked.synchronizes
         assert asked.has_timed_events
+        probe._wait([torch.device("xpu", 3)])
 
     with closing(ThreadTeam(1, name="team", prepare=lambda: None)) as team:
         failures: list[Failure] = []
@@ -478,6 +479,23 @@ def test_an_accelerator_without_a_wait_for_all_waits_for_its_streams(
     runtime: Any = accelerator.runtime
     assert runtime.waited == ["compute", "copies"]
     assert not runtime.misplaced
+
+
+def test_a_copy_from_another_device_is_made_beside_its_compute(
+    accelerator: AcceleratorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch copies in order with what is current on the source's device: no compute."""
+    entered: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "set_stream", entered.append)
+    of_source = SimpleNamespace(device_index=1)
+    source: Any = SimpleNamespace(device=torch.device("xpu", 1))
+    accelerator._streams[source.device] = of_source
+
+    def copy(*_: Any, **__: Any) -> None:
+        assert of_source in entered
+
+    target: Any = SimpleNamespace(device=accelerator.torch_device, copy_=copy)
+    accelerator.copy(target, source, queue=CopyQueue.UPLOAD)
 
 
 def test_a_long_upload_holds_up_no_news_of_compute(accelerator: AcceleratorDevice) -> None:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.emulation.server import EmulatedDevice, EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
-from roundpipe_lightning.engine.device.base import CopyQueue
+from roundpipe_lightning.engine.device.base import CopyQueue, CpuDevice
 from roundpipe_lightning.engine.device.events import Event
+from roundpipe_lightning.engine.device.host_memory import PinnedPool
+from roundpipe_lightning.engine.transfer.gradient_downloads import HostSums
 from roundpipe_lightning.engine.transfer.gradient_reduce import (
     GradientAccumulator,
     GradientReducer,
@@ -153,6 +155,23 @@ def test_threads_add_at_once() -> None:
     for thread in threads:
         thread.join()
     assert torch.equal(accumulator.sums[parameter], _in_order(gradients))
+
+
+def test_sums_on_the_host_have_a_number_of_threads_of_their_own() -> None:
+    total = torch.get_num_threads()
+    torch.set_num_threads(6)
+    sums = HostSums(PinnedPool(CpuDevice()), on_failure=lambda error, place: None)
+    found: list[int] = []
+    try:
+        sums.add_later(lambda: found.append(torch.get_num_threads()))
+        sums.drain()
+        later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+    finally:
+        sums.close()
+        torch.set_num_threads(total)
+    assert found == [4, 6]
 
 
 def test_what_has_been_handed_out_is_let_go() -> None:

@@ -276,6 +276,43 @@ def test_parameters_of_several_uses_are_summed_in_one_order() -> None:
             assert not differences(module, mean_step(engine, batches), plain)
 
 
+def test_compute_waits_for_a_block_that_stays_though_an_earlier_run_has_uploaded_it() -> None:
+    module = nn.ModuleList([Many(2)])
+    [block], stages = module, [Stage(kind=kind, index=0, blocks=range(1)) for kind in StageKind]
+    runs = tuple(StageRun(stage=stage, blocks=(block,), wanted=(block,)) for stage in stages)
+    with transfers_of(module) as transfers:
+        transfers.begin_step(WorkerRuns(runs=runs, num_slots=1, resident=(block,)))
+        events: list[Event] = []
+        for stage in stages:
+            events += transfers.weights.acquire(stage, (block,)).events.values()
+            transfers.weights.release()
+        assert len(events) == len(stages)
+        assert len(set(events)) == 1
+        transfers.drain(timeout_seconds=60)
+        transfers.end_step()
+
+
+def test_uploads_wait_for_what_a_step_that_was_given_up_has_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = nn.ModuleList([Many(2)])
+    stage = Stage(kind=StageKind.BACKWARD, index=0, blocks=range(1))
+    run = StageRun(stage=stage, blocks=tuple(module), wanted=tuple(module))
+    step = WorkerRuns(runs=(run,), num_slots=1, resident=())
+    with transfers_of(module) as transfers:
+        transfers.begin_step(step)
+        transfers.abort()
+        transfers.end_step(failed=True)
+        computed = HostEvent("the last thing that it has launched")
+        monkeypatch.setattr(MemoryDevice, "mark_event", lambda *_: computed)
+        transfers.begin_step(step)
+        [event] = transfers.weights.acquire(stage, run.blocks).events.values()
+        assert not transfers.uploads.drain(timeout_seconds=0.2)
+        computed.set()
+        event.wait()
+        transfers.end_step()
+
+
 @pytest.mark.parametrize("skips", [False, True], ids=["the next run", "after one without uploads"])
 def test_an_upload_that_nobody_waited_for_ends_before_its_slot_is_used_again(skips: bool) -> None:
     """Else it could overwrite what was uploaded there after it, by a more urgent job."""

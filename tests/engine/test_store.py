@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag_of, untag
+from roundpipe_lightning.engine.device import host_memory
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.device.host_memory import (
@@ -226,17 +227,35 @@ def test_a_view_keeps_the_pages_and_the_storage_has_no_byte_more() -> None:
     assert view.tolist() == [3.0] * 10
 
 
+def _mapping(buffer: torch.Tensor) -> str:
+    """Return what the system says of the part of memory that a buffer lies in."""
+    said = Path("/proc/self/smaps").read_text(encoding="ascii")
+    for part in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", said, flags=re.MULTILINE)[1:]:
+        first, last = (int(word, 16) for word in part.split()[0].split("-"))
+        if first <= buffer.data_ptr() < last:
+            return part
+    raise AssertionError("it is not mapped")
+
+
 def _mapped(buffer: torch.Tensor) -> tuple[str, int]:
     """Return how a buffer is mapped, and the KiB of it that this process has for itself."""
-    is_here, found, access = False, 0, ""
-    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            first, last = (int(word, 16) for word in line.split()[0].split("-"))
-            is_here = first <= buffer.data_ptr() < last
-            access = line.split()[1] if is_here else access
-        elif is_here and line.startswith("Private_"):
-            found += int(line.split()[1])
-    return access, found
+    part = _mapping(buffer)
+    return part.split()[1], sum(map(int, re.findall(r"^Private_\w+: +(\d+)", part, re.MULTILINE)))
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+@pytest.mark.parametrize("refuses", [False, True])
+def test_huge_pages_are_asked_for_and_done_without(
+    monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    """Whether a file in memory gets some the system's settings say."""
+    if refuses:
+        monkeypatch.setattr(host_memory._C, "madvise", lambda *_: -1)
+    buffer = own_pages(2**22).fill_(3)
+    [flags] = re.findall(r"^VmFlags:(.*)", _mapping(buffer), re.MULTILINE)
+    has_some = Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert ("hg" in flags.split()) == (has_some and not refuses)
+    assert buffer.sum().item() == 3 * 2**22
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roundpipe_lightning.engine.device.base import CopyQueue, CpuDevice
+from roundpipe_lightning.engine.device.base import CopyQueue, CpuDevice, Device
 from roundpipe_lightning.engine.device.events import Event, HostEvent, StepAborted
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES, PinnedPool
 from roundpipe_lightning.engine.transfer.copy_queue import (
@@ -164,6 +164,15 @@ def test_what_is_not_page_locked_goes_up_through_the_pool(direction: CopyQueue) 
     device.given.clear()
     again = [pool.take(CHUNK) for _ in range(9 * is_up)]
     assert pool.num_bytes == held == len(again) * PAGE_BYTES
+
+
+def test_what_user_code_has_on_the_host_goes_up_through_the_pool_and_may_change_at_once() -> None:
+    device, source = SteppedDevice(), flat(3)
+    device.staging = PinnedPool(device).take
+    there = Device.upload(device, source, wait=lambda event: None)
+    source.zero_()
+    device.make()
+    assert there.tolist() == [3] * CHUNK
 
 
 @pytest.mark.parametrize("where", ["copy", "chunk"])
