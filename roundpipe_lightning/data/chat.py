@@ -151,9 +151,9 @@ class ConversationEncoder:
         encode = self._encode_marked if by_marks else self._encode_by_difference
         return encode(messages, options, place=place)
 
-    def last_answer(self, messages: Sequence[Message], *, place: str) -> Sample:
+    def last_answer(self, messages: Sequence[Message], *, place: str, **options: Any) -> Sample:
         """A conversation that ends with the assistant's message, which alone is predicted."""
-        sample = self(messages, place=place)
+        sample = self(messages, place=place, **options)
         targets = torch.nonzero(sample.labels != IGNORED).flatten().tolist()
         if targets:
             earlier = torch.nonzero(sample.labels[: targets[-1]] == IGNORED).flatten().tolist()
@@ -171,6 +171,7 @@ class ConversationEncoder:
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
+        _check_calls(messages, self.tokenizer.decode(found["input_ids"]), place=place)
         targets = [bool(mark) for mark in found["assistant_masks"]]
         return Sample.of(found["input_ids"], targets=targets)
 
@@ -197,6 +198,7 @@ class ConversationEncoder:
     ) -> tuple[str, list[tuple[int, int]]]:
         """A conversation as a text, and the spans in it that are learned."""
         text = self._render(messages, options, place=place)
+        _check_calls(messages, text, place=place)
         spans = []
         for index, message in enumerate(messages):
             answers = message["role"] == "assistant"
@@ -232,6 +234,19 @@ class ConversationEncoder:
             raise DataError(
                 f"{place}: the tokenizer's chat template refuses this conversation: {error}"
             ) from error
+
+
+def _check_calls(messages: Sequence[Message], text: str, *, place: str) -> None:
+    """Raise a DataError if a template leaves out calls of tools: nothing would be learned."""
+    for number, message in enumerate(messages, start=1):
+        for call in message.get("tool_calls") or ():
+            name = call.get("function", call).get("name")
+            if str(name) not in text:
+                raise DataError(
+                    f"{place}: message {number} calls the tool {name!r}, and the tokenizer's chat "
+                    "template does not write calls. Use one that does: data.tokenizer."
+                    "chat_template."
+                )
 
 
 def _text_of(message: Message) -> str:
@@ -297,7 +312,7 @@ class PreferenceDataModule(FileDataModule):
     def encode(self, record: Record) -> Sequence[Any]:
         content = self.forms.read(record)
         chosen, rejected = (
-            self._answer([*content.messages, *answer], name, record)
+            self._answer(answer, name, record, content.tools)
             for name, answer in zip(("chosen", "rejected"), content.answers, strict=True)
         )
         if chosen is None or rejected is None:
@@ -317,14 +332,17 @@ class PreferenceDataModule(FileDataModule):
         stack = Padding(pad_token=self.pad_token_id)
         return [stack([as_row(chosen), as_row(rejected)]) for chosen, rejected in samples]
 
-    def _answer(self, messages: Sequence[Message], field: str, record: Record) -> Sample | None:
+    def _answer(
+        self, messages: Sequence[Message], field: str, record: Record, tools: Any
+    ) -> Sample | None:
         """A prompt with one of its answers, the last message alone as the target."""
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
             raise DataError(
                 f"{record.place}: the field {field!r} does not end with an answer of the assistant "
                 "to something. Give a prompt, or messages that end with one."
             )
-        whole = self._encoder.last_answer(messages, place=record.place)
+        options = {"tools": tools} if tools else {}
+        whole = self._encoder.last_answer(messages, place=record.place, **options)
         sample = self.options.policy.apply(whole, limit=self.seq_len, place=record.place)
         if sample is not None and sample.num_targets == 0:
             raise DataError(
@@ -354,8 +372,7 @@ class JudgedDataModule(PreferenceDataModule):
         content = self.forms.read(record)
         if content.desirable is None:
             return [(s, n == 0) for pair in super().encode(record) for n, s in enumerate(pair)]
-        [answer] = content.answers
-        sample = self._answer([*content.messages, *answer], "completion", record)
+        sample = self._answer(content.answers[0], "completion", record, content.tools)
         if sample is None:
             self.skipped[f"longer than data.seq_len={self.seq_len} tokens"] += 1
         return [] if sample is None else [(sample, content.desirable)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,8 +45,9 @@ class Content:
 
     Attributes:
         text: A text that is learned as it is; None: there are messages.
-        messages: A conversation; for pairs and judged answers what is before the answer.
-        answers: The chosen and the rejected answer as messages, or one that was judged.
+        messages: A conversation that is learned.
+        answers: Conversations that end with the chosen and with the rejected answer, or with one
+            that was judged.
         desirable: Whether the one answer is wanted; None where nothing was judged.
         tools: What the template is given as tools.
     """
@@ -90,8 +92,8 @@ class Forms:
     kinds: Sequence[str]
     images: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
-    found: dict[str, tuple[Form, str]] = field(default_factory=dict)
-    """Form and place of the first record of each file."""
+    found: dict[str, tuple[Form, str, str]] = field(default_factory=dict)
+    """Form and place of the first record of each file, and names of its fields that none reads."""
 
     def __post_init__(self) -> None:
         known = sorted({name for form in _FORMS for name in form.needs} | set(_BESIDE))
@@ -108,9 +110,11 @@ class Forms:
             DataError: Its form is not known, not wanted, or not that of its file.
         """
         own = record.fields
-        fields = {**own, **{name: record.get(given) for name, given in self.names.items()}}
+        fields = _Watched(
+            {**own, **{name: record.get(given) for name, given in self.names.items()}}
+        )
         record = Record(fields=fields, place=record.place, part=record.part)
-        first, place = self.found.get(record.part, (None, ""))
+        first, place, _ = self.found.get(record.part, (None, "", ""))
         form = self._recognise(record)
         if first is None:
             if form.kind not in self.kinds:
@@ -119,14 +123,16 @@ class Forms:
                     f"{_KINDS[form.kind]}; what is trained learns from "
                     f"{' or '.join(_KINDS[kind].partition(':')[0] for kind in self.kinds)}."
                 )
-            self.found[record.part] = (form, record.place)
         elif form is not first:
             raise DataError(
                 f"{record.place}: this record is {form.name}, and the file began with "
                 f"{first.name} ({place}). Give records of different forms files of their own: "
                 "data.files takes several."
             )
+        fields.seen.clear()
         content = form.read(record)
+        unread = own.keys() - fields.seen - set(self.names.values()) - _VERDICT
+        self.found.setdefault(record.part, (form, record.place, ", ".join(sorted(unread))))
         if form.kind == "conversation" and _is_unwanted(record.fields):
             raise DataError(
                 f"{record.place}: this answer was judged as unwanted (label: false), and would be "
@@ -134,7 +140,8 @@ class Forms:
             )
         seen = (
             number
-            for number, message in enumerate(content.messages, start=1)
+            for said in (content.messages, *content.answers)
+            for number, message in enumerate(said, start=1)
             if isinstance(message.get("content"), list)
         )
         number = None if self.images else next(seen, None)
@@ -200,6 +207,8 @@ def is_trained(message: Message) -> bool | None:
 
 
 _FLAGS = ("train", "training", "weight", "loss_weight")
+_DETAIL = "train_detail"
+"""Axolotl's flags of parts of a message."""
 
 
 def _message(given: Any, number: int, place: str) -> Message:
@@ -217,6 +226,8 @@ def _message(given: Any, number: int, place: str) -> Message:
                 f"{place}: message {number} has {name}={message[name]!r}. Use true or false, or 1 "
                 "or 0."
             )
+    if _DETAIL in message:
+        raise _partial_flag(_DETAIL, number, place)
     content: Any = message.get("content")
     if _is_list(content):
         parts = [_part(part, number, place) for part in content]
@@ -243,6 +254,9 @@ def _part(part: Any, number: int, place: str) -> dict[str, Any]:
     given = {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
     kind = given.get("type")
     text = given.get("text", given.get("value"))
+    flag = next((name for name in _FLAGS if name in given), None)
+    if flag is not None:
+        raise _partial_flag(flag, number, place)
     if kind in ("text", "input_text", "output_text") and isinstance(text, str):
         return {"type": "text", "text": text}
     if kind in ("image_url", "image", "input_image"):
@@ -253,6 +267,13 @@ def _part(part: Any, number: int, place: str) -> dict[str, Any]:
     raise DataError(
         f"{place}: message {number} has a part of type {kind!r}. Texts and images are known: "
         '{"type": "text", "text": "..."}, {"type": "image_url", "image_url": {"url": "a.png"}}.'
+    )
+
+
+def _partial_flag(name: str, number: int, place: str) -> DataError:
+    return DataError(
+        f"{place}: message {number} has parts that are learned or not ({name!r}), and messages are "
+        "only as a whole. Set the flag of the message ('train'), or remove it from the parts."
     )
 
 
@@ -311,6 +332,18 @@ def _with_images(record: Record, messages: Sequence[Message]) -> Sequence[Messag
     return found
 
 
+class _Watched(UserDict[str, Any]):
+    """Fields that note which of them are read."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.seen: set[str] = set()
+        super().__init__(fields)
+
+    def __getitem__(self, name: str) -> Any:
+        self.seen.add(name)
+        return super().__getitem__(name)
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
@@ -359,7 +392,8 @@ def _turns(turns: Any, record: Record) -> list[Message]:
         if speaker == "function_call" and _is_list(calls):
             message = {"role": "assistant", "content": ""}
             message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-        messages.append({**message, **{name: turn[name] for name in _FLAGS if name in turn}})
+        flags = {name: turn[name] for name in (*_FLAGS, _DETAIL) if name in turn}
+        messages.append({**message, **flags})
     return messages
 
 
@@ -382,17 +416,24 @@ def _alpaca(record: Record) -> Content:
 
 
 def _question(prompt: str, answer: str) -> Callable[[Record], Content]:
-    return lambda record: _conversation(
-        record, [*_given("user", record, prompt), *_given("assistant", record, answer)]
-    )
+    return lambda record: _answered(record, _given("user", record, prompt), answer)
+
+
+def _answered(record: Record, asked: Sequence[Any], answer: str) -> Content:
+    """What was asked with its answer, a field that may have the whole conversation."""
+    before = check_messages(asked, place=record.place) if asked else ()
+    said = check_messages(_given("assistant", record, answer), place=record.place)
+    is_whole = bool(before) and said[0]["role"] != "assistant" and before[-1] in said
+    return _conversation(record, said if is_whole else [*before, *said])
 
 
 _VERDICTS = {"true": True, "false": False, "1": True, "0": False}
+_VERDICT = {"label", "kto_tag"}
 
 
 def _is_unwanted(fields: Mapping[str, Any]) -> bool:
     """Whether an answer is marked as one that is not to be learned."""
-    return any(str(fields.get(name)).strip().lower() == "false" for name in ("label", "kto_tag"))
+    return any(str(fields.get(name)).strip().lower() == "false" for name in _VERDICT)
 
 
 def _judged(read: Callable[[Record], Content]) -> Callable[[Record], Content]:
@@ -406,34 +447,26 @@ def _judged(read: Callable[[Record], Content]) -> Callable[[Record], Content]:
                 f"{record.place}: the label {label!r} says neither true (a wanted answer) nor "
                 "false."
             )
-        said = read(record).messages
-        return Content(messages=said[:-1], answers=(said[-1:],), desirable=wanted)
+        said = read(record)
+        return Content(answers=(said.messages,), desirable=wanted, tools=said.tools)
 
     return judged
 
 
 def _pair(record: Record) -> Content:
-    answers = []
-    for name in ("chosen", "rejected"):
-        said = _given("assistant", record, name)
-        answers.append(check_messages(said, place=record.place))
-    return Content(messages=_before(record), answers=answers)
+    before = _before(record)
+    chosen, rejected = (_answered(record, before, name) for name in ("chosen", "rejected"))
+    return Content(answers=(chosen.messages, rejected.messages), tools=chosen.tools)
 
 
-def _before(record: Record) -> Sequence[Message]:
+def _before(record: Record) -> Sequence[Any]:
     """What is before the answers of a pair."""
     fields = record.fields
-    if fields.get("conversations") is not None:
-        before: Any = _said("user", fields["conversations"], record)
-    elif fields.get("instruction") is not None:
-        before = _instruction(record)
-    else:
-        names = ("prompt", "question", "input")
-        asked = next((fields[name] for name in names if fields.get(name) is not None), None)
-        before = None if asked is None else _said("user", asked, record)
-    if before is None:
-        return ()
-    return _conversation(record, before).messages
+    names = ("conversations", "instruction", "prompt", "question", "input")
+    name = next((name for name in names if fields.get(name) is not None), None)
+    if name == "instruction":
+        return _instruction(record)
+    return () if name is None else _said("user", fields[name], record)
 
 
 def _given(role: str, record: Record, name: str) -> list[Any]:

@@ -268,8 +268,8 @@ class FileDataModule(LightningDataModule):
     def _report(self, figures: str) -> None:
         """Say which form the files have, of many files by example, and what is in them."""
         named: dict[str, list[str]] = defaultdict(list)
-        for part, (form, _) in self.forms.found.items():
-            named[form.name].append(part)
+        for part, (form, _, unread) in self.forms.found.items():
+            named[f"{form.name}{unread and f'; not read: {unread}'}"].append(part)
         few = {form: ", ".join(parts[:2]) for form, parts in named.items()}
         forms = (
             f"{few[form]}{f' and {len(parts) - 2} more' if len(parts) > 2 else ''} ({form})"

@@ -98,6 +98,15 @@ def test_a_system_message_and_the_result_of_a_tool_may_be_empty() -> None:
     assert predicted(None, [{"role": "system", "content": ""}, *called]).endswith("yes<|im_end|>")
 
 
+def test_calls_of_tools_are_learned_or_refused() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    called = [MESSAGES[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert '"name": "add"' in predicted(None, called)
+    for template in (WITHOUT_MARKS, "{% generation %}a{% endgeneration %}"):
+        with pytest.raises(DataError, match=r"message 2 calls the tool 'add', and .*_template\.$"):
+            predicted(template, called)
+
+
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     made = tokenizer()
     made.chat_template = None

@@ -239,8 +239,7 @@ def test_pairs_and_judged_answers_are_recognised(before: dict[str, Any]) -> None
     turn = {"from": "gpt", "value": "a"}
     for chosen in ("a", [SAID], turn):
         content = forms("pair").read(record({**before, "chosen": chosen, "rejected": "b"}))
-        assert content.messages == [ASKED]
-        assert content.answers[0] == [SAID]
+        assert content.answers == ([ASKED, SAID], [ASKED, {**SAID, "content": "b"}])
     for said in (
         {"prompt": "q", "completion": "a"},
         {"messages": [ASKED, SAID]},
@@ -248,7 +247,27 @@ def test_pairs_and_judged_answers_are_recognised(before: dict[str, Any]) -> None
         {"instruction": "q", "output": "a"},
     ):
         content = forms("judged", "pair").read(record({**said, "label": "False"}))
-        assert (content.messages, content.answers, content.desirable) == ([ASKED], ([SAID],), False)
+        assert (content.answers, content.desirable) == (([ASKED, SAID],), False)
+
+
+def test_an_answer_may_be_the_whole_conversation() -> None:
+    """As UltraFeedback has them: `prompt` is the first message of `chosen`, too."""
+    whole = {"chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "b"}]}
+    for fields in (whole, {"prompt": "q", **whole}, {"prompt": [ASKED], **whole}):
+        content = forms("pair").read(record({**fields, "system": "s", "tools": '[{"a": 1}]'}))
+        assert content.answers == tuple([SYSTEM, *said] for said in whole.values())
+        assert content.tools == [{"a": 1}]
+    repeated = {"prompt": "q", "completion": [ASKED, SAID]}
+    assert forms("conversation").read(record(repeated)).messages == [ASKED, SAID]
+    later = {"prompt": [ASKED, SAID], "completion": [ASKED, {**SAID, "content": "b"}]}
+    assert len(forms("conversation").read(record(later)).messages) == 4
+
+
+def test_fields_that_are_not_read_are_named() -> None:
+    known = forms("conversation", prompt="ask", completion="say")
+    given = {"ask": "q", "say": "a", "system": "s", "label": True, "context": "c", "area": 1}
+    known.read(record(given))
+    assert known.found["a.jsonl"][2] == "area, context"
 
 
 def test_calls_of_tools_and_own_names_of_fields_are_read() -> None:
@@ -288,6 +307,14 @@ def test_calls_of_tools_and_own_names_of_fields_are_read() -> None:
         ({"messages": [ASKED, SAID], "videos": ["a.mp4"]}, r"the field 'videos' has more than"),
         ({"messages": [{**ASKED, "train": "yes"}]}, r"message 1 has train='yes'\. Use true or"),
         (
+            {"messages": [ASKED, {**SAID, "content": [{**PARTS[0], "train": False}]}]},
+            r"message 2 has parts that are learned or not \('train'\), .* Set the flag of the mess",
+        ),
+        (
+            {"conversations": [TURNS[0], {**TURNS[1], "train_detail": [{"train": False}]}]},
+            r"message 2 has parts that are learned or not \('train_detail'\)",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             r"message 1 has an image, .* recipe=gemma3_4b/vision",
         ),
@@ -298,6 +325,12 @@ def test_what_cannot_be_read_is_named_with_the_way_out(
 ) -> None:
     with pytest.raises(DataError, match=f"^a.jsonl, line 1: .*{message}"):
         forms("conversation", "text").read(record(fields))
+
+
+def test_an_image_in_an_answer_is_named() -> None:
+    seen = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, SAID]
+    with pytest.raises(DataError, match=r"message 1 has an image"):
+        forms("pair").read(record({"chosen": seen, "rejected": seen}))
 
 
 def test_a_file_has_one_form() -> None:
