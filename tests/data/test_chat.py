@@ -100,7 +100,8 @@ def test_a_system_message_and_the_result_of_a_tool_may_be_empty() -> None:
 
 def test_calls_of_tools_are_learned_or_refused() -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
-    called = [MESSAGES[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    called: list[dict[str, Any]] = [MESSAGES[1], answer]
     assert '"name": "add"' in predicted(None, called)
     for template in (WITHOUT_MARKS, "{% generation %}a{% endgeneration %}"):
         with pytest.raises(DataError, match=r"message 2 calls the tool 'add', and .*_template\.$"):
