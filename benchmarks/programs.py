@@ -55,7 +55,8 @@ LIMIT_SECONDS = 120.0
 NOISE = re.compile(
     r"does not have many workers|GPU available|TPU available|TPU:|💡|max_epochs|\.isinstance\.|"
     r"roundpipe: \d+ workers|fewer workers|Seed set|LightningDeprecation|litlogger|"
-    r"for every batch of .* rows|runs on the whole batch|ran as one stage|plan"
+    r"for every batch of .* rows|runs on the whole batch|ran as one stage|plan|"
+    r"^roundpipe: microbatching='(step|blocks)'"
 )
 """Messages that say nothing about results."""
 

@@ -22,13 +22,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from roundpipe_lightning.engine.capture.trees import children_of
@@ -36,14 +36,17 @@ from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.worker.user_code import Outside
 from roundpipe_lightning.errors import BatchError, StepModeError
 from roundpipe_lightning.models.batches import batch_size_of, split_batch, targets_of_rows
+from roundpipe_lightning.models.work.meta_copy import objects_of_code
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
 from roundpipe_lightning.strategy.options import Options
 from roundpipe_lightning.strategy.planning.dry_run import prove
 
 _LOSSES = (functional.cross_entropy, functional.nll_loss)
 _CONTAINERS = (list, tuple, dict, set, deque)
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_CODE = type | ModuleType | FunctionType | BuiltinFunctionType | MethodType
 _BASES = frozenset(LightningModule.__mro__)
-_DEPTH, _MANY = 4, 1000
+_DEPTH, _MANY = 6, 1000
 _TOLERANCE = 1e-9
 
 BatchForm: TypeAlias = tuple[Any, ...]  # structure, dtypes and numbers of dimensions of a batch
@@ -91,8 +94,8 @@ class ModeChoice:
         self._fuses_loss = self._warns = options.fuses_loss
         known = getattr(module, "averages_samples", False)
         self._tells = self._mode == "step" and not known
-        # by the text of a batch's form; and the plain attributes that a proven step reads
-        self._chosen: dict[str, tuple[str, dict[str, Any]]] = {}
+        # by the text of a batch's form; and the attributes that a proven step reads
+        self._chosen: dict[str, tuple[str, dict[str, Any] | None]] = {}
 
     def begin(
         self,
@@ -114,7 +117,7 @@ class ModeChoice:
         Raises:
             BatchError: `microbatching="step"`, and it cannot be split.
         """
-        chosen = self._mode if self._mode != "auto" else self._chosen_for(batch)
+        chosen = self._mode if self._mode != "auto" else self._chosen_for(batch, arguments, count)
         if self._tells and trains and count > 1:
             self._tell(batch, arguments, count)
         if chosen not in (None, "blocks"):
@@ -143,12 +146,28 @@ class ModeChoice:
             contents=contents_of(self._module) if looks else None,
         )
 
-    def _chosen_for(self, batch: Any) -> str | None:
-        chosen, read = self._chosen.get(str(form_of(batch)), (None, {}))
-        for path, value in read.items():
+    def _chosen_for(self, batch: Any, arguments: Sequence[Any], count: int) -> str | None:
+        form = str(form_of(batch))
+        chosen, read = self._chosen.get(form, (None, {}))
+        if (
+            read is None and chosen != "blocks" and count > 1
+        ):  # of a checkpoint: the code may be another one now
+            try:
+                chosen, read = self._chosen[form] = self._proven(batch, arguments, count)
+            except Unproven as error:
+                return self._go_back(batch, str(error))
+        for path, value in (read or {}).items():
             if _read(self._module, path) != value:
                 return self._go_back(batch, f"the step reads {path}, which has changed")
         return chosen
+
+    def _proven(
+        self, batch: Any, arguments: Sequence[Any], count: int
+    ) -> tuple[str, dict[str, Any]]:
+        kind, read = prove(
+            self._module, self._stacks, batch=batch, arguments=arguments, num_microbatches=count
+        )
+        return kind.value, {path: _read(self._module, path) for path in read}
 
     def _go_back(self, batch: Any, reason: str) -> str:
         self._chosen[str(form_of(batch))] = "blocks", {}
@@ -181,13 +200,7 @@ class ModeChoice:
         """Say once, where `step` was asked for, why it is not proven to be the same."""
         self._tells = False
         try:
-            prove(
-                self._module,
-                self._stacks,
-                batch=batch,
-                arguments=arguments,
-                num_microbatches=count,
-            )
+            self._proven(batch, arguments, count)
         except Unproven as error:
             rank_zero_info(
                 "roundpipe: microbatching='step' is not proven to give what training_step on the "
@@ -225,13 +238,7 @@ class ModeChoice:
                 raise Unproven(reason)
             if contents_of(self._module) != before:
                 raise Unproven("it writes into a list, a dict, an object or a counter")
-            kind, read = prove(
-                self._module,
-                self._stacks,
-                batch=batch,
-                arguments=arguments,
-                num_microbatches=num_microbatches,
-            )
+            proven = self._proven(batch, arguments, num_microbatches)
         except Unproven as error:
             self._chosen[str(form_of(batch))] = "blocks", {}
             rank_zero_info(
@@ -241,7 +248,7 @@ class ModeChoice:
                 "microbatching='step' is faster. Naming either settles it."
             )
             return
-        self._chosen[str(form_of(batch))] = kind.value, read
+        self._chosen[str(form_of(batch))] = proven
         rank_zero_info(
             "roundpipe: microbatching='step' from the next batch on: the loss is proven to be a "
             "weighted mean over microbatches, which costs nothing but rounding; "
@@ -249,49 +256,60 @@ class ModeChoice:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._chosen)
+        return {form: chosen for form, (chosen, _) in self._chosen.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._mode == "auto":
-            self._chosen.update(state)
+            self._chosen.update((form, (chosen, None)) for form, chosen in state.items())
 
 
 def _read(module: LightningModule, path: str) -> Any:
+    """Return what of an attribute decides what a step computes: tensors' values do not."""
     try:
-        return attrgetter(path)(module)
-    except AttributeError:  # it was deleted: no plain value
+        return _content(attrgetter(path)(module), frozenset(), is_for_step=True)
+    except AttributeError:  # it was deleted
         return ()
 
 
 def contents_of(module: LightningModule) -> list[Any]:
-    """Return what modules and the classes of the user's hold beside tensors."""
+    """Return what modules, the user's classes and objects of their files hold beside tensors."""
     modules = list(module.modules())
     classes = [kind for kind in type(module).__mro__ if kind not in _BASES]
     own, seen = vars(LightningModule()).keys(), frozenset(map(id, modules))
     return [
         (name, _content(value, seen))
-        for holder in (*modules, *classes)
+        for holder in (*modules, *classes, *objects_of_code(module))
         for name, value in sorted(vars(holder).items())
         if name not in own
     ]
 
 
-def _content(value: Any, seen: frozenset[int], depth: int = 0) -> Any:
-    """Return what tells whether something was written into; of large things only their size."""
-    if isinstance(value, bool | int | float | str):
+def _content(value: Any, seen: frozenset[int], depth: int = 0, *, is_for_step: bool = False) -> Any:
+    """Return what tells whether something was written into; of large things only what they hold."""
+    if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
+        if is_for_step:
+            return value.dtype, value.shape
         return id(value), 0 if value.is_inference() else value._version
-    is_code = callable(value) and not isinstance(value, nn.Module)
-    if id(value) in seen or is_code or depth > _DEPTH:
+    if isinstance(value, Trainer | _CODE) or getattr(value, "nbytes", 0) > _MANY**2:
+        return id(value)
+    if id(value) in seen or depth > _DEPTH:
         return None
     held = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
-    if held is None or isinstance(value, ModuleType | Trainer):
+    hides = held is None or any("__reduce__" in vars(kind) for kind in type(value).__mro__[:-1])
+    if hides and held is not value and not is_for_step:
+        try:  # slots, numbers of a random generator
+            held = value.__reduce_ex__(4)[1:]
+        except Exception:  # noqa: BLE001 - whatever its code raises
+            return id(value)
+    if held is None:
         return id(value)
     if len(held) > _MANY:
-        return len(held)
+        return list(map(id, (*held, *held.values()) if isinstance(held, dict) else held))
     items = held.items() if isinstance(held, dict) else held
-    return [_content(item, seen | {id(value)}, depth + 1) for item in items]
+    deeper = depth + (not isinstance(value, tuple))
+    return [_content(i, seen | {id(value)}, deeper, is_for_step=is_for_step) for i in items]
 
 
 @dataclass(kw_only=True)

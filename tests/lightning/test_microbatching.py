@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,8 +30,25 @@ from tests.kit.training import (
     train_with,
 )
 
-unseen = SimpleNamespace(batch_idx=0)
+unseen = SimpleNamespace(batch_idx=0, calls=0)
 """What a step decides by here changes its later batches, and no proof sees it."""
+
+
+GENERATOR = random.Random(0)
+
+
+class Annealed:
+    """A weight that falls with every call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+
+
+def note() -> None:
+    unseen.calls += 1
 
 
 class Counts(Regressor):
@@ -42,6 +61,9 @@ class Counts(Regressor):
         self.count = count
         self._outputs: dict[str, list[int]] = {"train": []}
         self.state = SimpleNamespace(calls=0)
+        self.numbers = random.Random(0)
+        self.recent = deque([0.0] * 2000, maxlen=2000)
+        self.anneal = Annealed()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.count(self)
@@ -59,10 +81,19 @@ def add(module: Counts) -> None:
         (lambda module: module._outputs["train"].append(0), "blocks"),
         (lambda module: module.num_calls.append(0), "blocks"),
         (add, "blocks"),
+        (lambda module: module.anneal(), "blocks"),
+        (lambda module: module.numbers.random(), "blocks"),
+        (lambda module: module.recent.append(1.0), "blocks"),
+        (lambda module: note(), "blocks"),
+        (lambda module: GENERATOR.random(), "blocks"),
         (lambda module: module.current_epoch > 5, "blocks"),
         (lambda module: module.trainer.global_step / 2, "step"),
     ],
-    ids=["nothing", "a list in a dict", "a list of the class", "an object", "an epoch", "a step"],
+    ids=[
+        *("nothing", "a list in a dict", "a list of the class", "an object", "a callable"),
+        *("a generator", "a full list", "an object of the file", "a generator of the file"),
+        *("an epoch", "a step"),
+    ],
 )
 def test_chosen_mode(
     tmp_path: Path,
@@ -76,6 +107,28 @@ def test_chosen_mode(
     trainer = make_trainer(tmp_path, strategy=strategy, devices=2, max_steps=2)
     trainer.fit(Counts(count), regression_data())
     assert [text.split("'")[1] for text in said] == [mode], said
+
+
+@pytest.mark.parametrize("mode", ["auto", "blocks"])
+def test_a_run_without_values_leaves_what_files_hold(tmp_path: Path, mode: Any) -> None:
+    class Drawing(Regressor):
+        def on_fit_start(self) -> None:
+            GENERATOR.seed(0)
+            unseen.calls = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            note()
+            return super().training_step(batch, batch_idx) * GENERATOR.random()
+
+        def on_train_end(self) -> None:
+            self.drawn = GENERATOR.random(), unseen.calls
+
+    strategies = ["auto", RoundPipeStrategy(num_microbatches=2, microbatching=mode)]
+    (one, _), (module, _) = train_with(
+        tmp_path, strategies, Drawing, regression_data(), max_steps=3
+    )
+    assert module.drawn == one.drawn
+    assert parameter_error(module, one) < 1e-5
 
 
 def test_stages_that_fuse_the_loss_take_the_whole_batch_and_say_so(tmp_path: Path) -> None:
@@ -92,6 +145,10 @@ def test_stages_that_fuse_the_loss_take_the_whole_batch_and_say_so(tmp_path: Pat
 
 def _hook(module: Regressor) -> None:
     module.layers[0].register_forward_hook(lambda *_: None)
+
+
+def _hook_backward(module: Regressor) -> None:
+    module.layers[1].register_full_backward_hook(lambda *_: None)
 
 
 def _normalise(module: Regressor) -> None:
@@ -118,6 +175,7 @@ def _append(module: Regressor) -> None:
 
 ASKED: dict[str, tuple[Callable[[Regressor], None], str]] = {
     "a hook": (_hook, r"'layers\.0' runs on the whole batch.*hook.*microbatching='step'"),
+    "a backward hook": (_hook_backward, r"'layers\.1' runs on the whole batch.*hook"),
     "buffers": (_normalise, r"'layers\.0' runs on the whole batch.*buffers.*GroupNorm"),
     "rows": (_compare, r"'layers\.0' runs on the whole batch.*other rows.*trust_rows=True"),
     "a list": (_append, r"'layers\.0' puts tensors .* into a list.*num_microbatches=1"),
@@ -245,6 +303,11 @@ def test_what_a_later_batch_writes_is_written_once(tmp_path: Path, kind: Any, in
     assert parameter_error(module, one) < 1e-5
 
 
+def _of_pairs(outputs: Tensor, targets: Tensor) -> Tensor:
+    pairs = outputs @ targets.T
+    return functional.cross_entropy(pairs, torch.arange(len(pairs), device=pairs.device))
+
+
 class Alternating(Regressor):
     """Its fourth batch has another loss, over pairs of samples."""
 
@@ -253,17 +316,19 @@ class Alternating(Regressor):
     def __init__(self, asks: Callable[[Alternating, int], bool]) -> None:
         super().__init__()
         self.asks = asks
+        self.settings = {"late": False}
+        self.state = SimpleNamespace(late=False)
+        self.loss: Callable[..., Tensor] = functional.mse_loss
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.is_late = batch_idx == 3
+        self.settings["late"] = self.state.late = batch_idx == 3
+        self.loss = _of_pairs if batch_idx == 3 else functional.mse_loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = self(batch[0])
         self.log("batch", (batch_idx + 1) / 2)
-        if self.asks(self, batch_idx):
-            pairs = outputs @ batch[1].T
-            return functional.cross_entropy(pairs, torch.arange(len(pairs), device=pairs.device))
-        return functional.mse_loss(outputs, batch[1])
+        return (_of_pairs if self.asks(self, batch_idx) else functional.mse_loss)(outputs, batch[1])
 
 
 DECISIONS: dict[str, Callable[[Alternating, int], bool]] = {
@@ -273,7 +338,10 @@ DECISIONS: dict[str, Callable[[Alternating, int], bool]] = {
     "a set": lambda module, batch_idx: batch_idx in {3, 5},
     "a step": lambda module, batch_idx: (module.global_step + 1) / 4 >= 1,
     "the last batch": lambda module, batch_idx: module.trainer.is_last_batch,
-    "a hook": lambda module, batch_idx: module.is_late,
+    "is_late": lambda module, batch_idx: module.is_late,
+    "settings": lambda module, batch_idx: module.settings["late"],
+    "state": lambda module, batch_idx: module.state.late,
+    "loss": lambda module, batch_idx: module.loss is _of_pairs,
 }
 
 
@@ -288,8 +356,9 @@ def test_a_later_batch_with_another_loss(
         tmp_path, strategies, lambda: Alternating(DECISIONS[by]), regression_data(), max_epochs=1
     )
     assert parameter_error(module, one) < 1e-5
-    reasons = ["is proven", "the step reads is_late, which has changed"]
-    expected = reasons if by == "a hook" else ["it decides by batch_idx or by the Trainer's epoch"]
+    reasons = ["is proven", f"the step reads {by}, which has changed"]
+    by_number = ["it decides by batch_idx or by the Trainer's epoch"]
+    expected = reasons if hasattr(module, by) else by_number
     assert len(said) == len(expected)
     assert all(reason in text for reason, text in zip(expected, said, strict=True))
 
@@ -394,7 +463,9 @@ def test_a_resumed_training_keeps_the_choice(
     said: list[str] = []
     monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
 
-    def fit(max_steps: int, ckpt_path: Path | None = None) -> Any:
+    def fit(
+        max_steps: int, ckpt_path: Path | None = None, count: Callable[[Counts], Any] = count
+    ) -> Any:
         strategy = RoundPipeStrategy(num_microbatches=2)
         trainer = make_trainer(tmp_path, strategy=strategy, max_steps=max_steps)
         trainer.fit(Counts(count), regression_data(), ckpt_path=ckpt_path)
@@ -406,3 +477,7 @@ def test_a_resumed_training_keeps_the_choice(
         assert part in text
     plan = fit(2, tmp_path / "first.ckpt").strategy.last_step.plan
     assert (len(said), plan.joined) == (1, joined)
+    # The code has changed: it is proven anew.
+    plan = fit(2, tmp_path / "first.ckpt", lambda module: module.current_epoch > 5)
+    assert plan.strategy.last_step.plan.joined
+    assert len(said) == (1 if joined else 2)

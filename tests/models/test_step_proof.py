@@ -1,3 +1,4 @@
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,45 @@ def average(b: Batch) -> Tensor:
     return (b.x * SCALE).mean()
 
 
+class Normalised(torch.autograd.Function):
+    """Its gradient depends on all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient / gradient.norm()
+
+
+def normalised(b: Batch) -> Tensor:
+    apply: Any = Normalised.apply
+    mean: Tensor = apply(b.x * SCALE).mean()
+    return mean
+
+
+def hooked(b: Batch) -> Tensor:
+    taken = b.x * SCALE
+    taken.register_hook(lambda gradient: gradient / gradient.norm())
+    return taken.mean()
+
+
+def hooked_module(b: Batch) -> Tensor:
+    handle = SCORE.register_full_backward_hook(lambda *_: None)
+    try:
+        mean: Tensor = SCORE(b.x * SCALE).mean()
+        return mean
+    finally:
+        handle.remove()
+
+
+def tried(b: Batch) -> Tensor:
+    with contextlib.suppress(Exception):
+        return b.scores.mean() / float(b.r.max())
+    return b.scores.mean()
+
+
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
@@ -134,6 +174,11 @@ def average(b: Batch) -> Tensor:
         (written_number, "fill_"),
         (written_list, "_foreach_add_"),
         (average, "parameter or a buffer"),
+        # Nobody knows what becomes of gradients, or of values.
+        (normalised, r"gradients of its own \(Normalised\)"),
+        (hooked, "hook sees the gradient of a tensor"),
+        (hooked_module, "hook sees the gradients of a module"),
+        (tried, "reads the value of a tensor"),
         # No mean, or several.
         (lambda b: b.entropy() + functional.cross_entropy(LINEAR(b.x), b.other), "add"),
         (lambda b: b.entropy() + b.entropy(ignore_index=0), "add"),

@@ -113,7 +113,8 @@ def _dim_of(argument: Argument, num_rows: int, lead: int) -> int | None:
 
 def reason_against_pieces(block: nn.Module, writes: ModuleWrites) -> str:
     """Return the hook that has to look at a whole batch, in words; nothing if there is none."""
-    tables = ("_forward_hooks", "_forward_pre_hooks")
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    tables = [f"_{kind}_hooks" for kind in kinds]
     hooked = {module for module, written in writes if any(map(written.get, tables))}
     for name, module in block.named_modules():
         if module in hooked or any(module.__dict__[table] for table in tables):

@@ -16,14 +16,19 @@ from __future__ import annotations
 
 import dis
 import enum
+import logging
 import os
+import random
 import re
+import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,10 +45,16 @@ _SHARED = (
 """Types that nobody changes, so that the copy can share them with the original."""
 
 _CONTAINERS = (list, set, deque, dict)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _PLAIN = (type(None), bool, int, float, str)
 _MOST_OBJECTS = 50_000
 _MOST_BYTES = 2**26
 _ENTRANCES = ("training_step", "forward")
+_INSTALLED = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[2]),
+)
+"""Folders whose code is not the user's."""
 _LIBRARIES = frozenset({"torch", "lightning", "lightning_fabric", "lightning_utilities"})
 
 
@@ -58,7 +69,7 @@ class MetaCopy:
 
     Attributes:
         reason_not_copied: Why something the copy's code asks for was not copied; None so far.
-        read: Plain values that the copy's code has read off modules, by the original and the name.
+        read: Attributes that the copy's code has read off modules, by the original and the name.
 
     Raises:
         ConfigurationError: The module's code changes what is no part of the module.
@@ -73,7 +84,7 @@ class MetaCopy:
         replaced: Iterable[tuple[object, object]] = (),
     ) -> None:
         self.reason_not_copied: str | None = None
-        self.read: dict[tuple[nn.Module, str], Any] = {}
+        self.read: set[tuple[nn.Module, str]] = set()
         self._dtype = compute_dtype
         self._made: dict[int, tuple[object, Any]] = {id(a): (a, b) for a, b in replaced}
         self._modules: dict[nn.Module, nn.Module] = {}
@@ -151,22 +162,12 @@ class MetaCopy:
                 self._buffers.append((copy, name, buffer, buffer._version))
 
     def _check_code(self, kind: type) -> None:
-        """Refuse a module whose own methods write to variables outside of it.
-
-        Looked at are the methods that begin a step, and those of the module that they name.
-        """
-        pending, seen = list(_ENTRANCES), set()
-        while pending:
-            name = pending.pop()
-            function = _method(kind, name)
-            if name in seen or function is None:
-                continue
-            seen.add(name)
+        """Refuse a module whose own methods write to variables outside of it."""
+        for function in _code_of(kind):
             if not _is_pure(function) or _changes_globals(function):
                 raise self._refuse(
                     f"{function.__qualname__} may change a variable outside of the module"
                 )
-            pending.extend(function.__code__.co_names)
 
     def _copied(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -174,9 +175,11 @@ class MetaCopy:
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self.copy(value.__self__))
         if isinstance(value, types.FunctionType):
-            if _is_pure(value):
-                return value
-            raise self._refuse(f"the function {value.__qualname__} carries variables")
+            if not _is_pure(value):
+                raise self._refuse(f"the function {value.__qualname__} carries variables")
+            if any(map(_changes_globals, _code_of(object, value))):
+                raise self._refuse(f"{value.__qualname__} may change a variable of its file")
+            return value
         if isinstance(value, partial):
             return partial(
                 self.copy(value.func), *self.copy(value.args), **self.copy(value.keywords)
@@ -248,7 +251,8 @@ def _set_state(result: Any, state: Any) -> None:
         object.__setattr__(result, name, value)
 
 
-_MODULE_SETTINGS = frozenset(nn.Module().__dict__) - frozenset(_TABLES)
+_PLAIN_MODULE = nn.Module()
+_MODULE_SETTINGS = frozenset(_PLAIN_MODULE.__dict__) - frozenset(_TABLES)
 
 
 class _Copied:
@@ -259,9 +263,10 @@ class _Copied:
 
     def __getattribute__(self, name: str) -> Any:
         value, own = super().__getattribute__(name), super().__getattribute__("__dict__")
-        if type(value) in _PLAIN and not hasattr(nn.Module, name):
-            copier = own["_copier"]
-            copier.read[copier.original(self), name] = value
+        if (type(value) in _PLAIN or name in own) and not hasattr(_PLAIN_MODULE, name):
+            original = own["_copier"].original(self)
+            if type(value) in _PLAIN or name in vars(original):
+                own["_copier"].read.add((original, name))
         elif type(value) in _CONTAINERS and name not in own and not name.startswith("__"):
             value = own[name] = own["_copier"].copy(value)  # of the class
         return value
@@ -272,7 +277,7 @@ class _Copied:
         if name in withheld:
             value = self.__dict__["_copier"].copy(withheld[name])
             self.__dict__[name] = value
-            return value
+            return getattr(self, name)
         return super().__getattr__(name)  # type: ignore[misc]  # a module's
 
 
@@ -286,6 +291,48 @@ def _method(kind: type, name: str) -> types.FunctionType | None:
             own = base.__module__.partition(".")[0] not in _LIBRARIES
             return function if own and isinstance(function, types.FunctionType) else None
     return None
+
+
+def _code_of(kind: type, *functions: types.FunctionType) -> Iterator[types.FunctionType]:
+    """Return functions, the methods of a module that begin a step, and those that they name."""
+    pending = [*functions, *(_method(kind, name) for name in _ENTRANCES)]
+    seen: set[types.FunctionType | None] = {None}
+    while pending:
+        function = pending.pop()
+        if function not in seen:
+            seen.add(function)
+            assert function is not None
+            yield function
+            pending += [_method(kind, name) for name in function.__code__.co_names]
+            pending += [v for _, v in _named_in(function) if _is_of_user(v)]
+
+
+def _named_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Return the names in a function's code, and what its file, or one that it names, has so."""
+    names, own = function.__code__.co_names, function.__globals__
+    others = [v for v in map(own.get, names) if isinstance(v, types.ModuleType)]
+    files = [own, *(vars(file) for file in others if _is_of_user(file))]
+    return ((name, file[name]) for file in files for name in names if name in file)
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether it is a function or a file of no package that is installed."""
+    path = getattr(getattr(value, "__code__", None), "co_filename", None)
+    if isinstance(value, types.ModuleType):
+        path = getattr(value, "__file__", None)
+    return isinstance(path, str) and not path.startswith(_INSTALLED)
+
+
+def objects_of_code(module: nn.Module) -> list[Any]:
+    """Return the objects in the files of the user's modules that their code names."""
+    found: dict[int, Any] = {}
+    for child in {type(child): child for child in module.modules()}.values():
+        held = [v for v in vars(child).values() if isinstance(v, types.FunctionType)]
+        for function in _code_of(type(child), *held):
+            if _is_of_user(function):
+                found.update((id(value), value) for _, value in _named_in(function))
+    code = (type, types.FunctionType, types.ModuleType, Tensor, logging.Logger)
+    return [v for v in found.values() if hasattr(v, "__dict__") and not isinstance(v, code)]
 
 
 def _is_pure(function: types.FunctionType) -> bool:
@@ -304,8 +351,7 @@ def _is_pure(function: types.FunctionType) -> bool:
 
 
 def _changes_globals(function: types.FunctionType) -> bool:
-    """Whether a function assigns a variable of its file, or uses a container there."""
+    """Whether a function assigns a variable of its file, or uses a container or generator there."""
     if any(step.opname == "STORE_GLOBAL" for step in dis.get_instructions(function)):
         return True
-    used = (function.__globals__.get(name) for name in function.__code__.co_names)
-    return any(isinstance(value, _CONTAINERS) for value in used)
+    return any(isinstance(value, _CONTAINERS + _GENERATORS) for _, value in _named_in(function))

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,6 +33,8 @@ from roundpipe_lightning.engine.capture.trees import map_leaves, map_tensors, te
 from roundpipe_lightning.models.work.meter import without_values
 
 _NUM_ROWS = (97, 101)
+# Their gradients keep rows apart.
+_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "roundpipe_lightning")
 _MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 
 
@@ -42,7 +45,7 @@ class LossKind(Enum):
     TARGETS = "targets"  # their mean, each weighted by its targets
 
 
-class Unproven(Exception):  # noqa: N818 - an answer
+class Unproven(BaseException):
     """Why a step may not run once per microbatch."""
 
 
@@ -110,6 +113,8 @@ class _Numbers(TorchFunctionMode):
         self._ops = ops
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.register_hook:
+            raise Unproven("a hook sees the gradient of a tensor")
         result = func(*args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor):
             data = args[func is Tensor.new_tensor :] or tuple((kwargs or {}).values())
@@ -127,7 +132,9 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.name() == "aten::_local_scalar_dense" and is_called_from(*_MASKS):
+        if func.name() == "aten::_local_scalar_dense":
+            if not is_called_from(*_MASKS):
+                raise Unproven("it reads the value of a tensor")
             return False  # whether a mask leaves all: the same is computed if not
         result = without_values(func, args, kwargs)
         if self._is_paused:
@@ -258,6 +265,7 @@ class _Proof:
             self._follow(mine, theirs)
         if not isinstance(one.loss, Tensor):
             raise Unproven("it returns no loss")
+        _check_gradients(one.loss)
         state = self._states.get(id(one.loss))
         if not isinstance(state, _Reduced):
             raise Unproven(_reason(state))
@@ -416,6 +424,22 @@ class _Proof:
 
 
 _SUM = _Mixed("it sums over rows")
+
+
+def _check_gradients(loss: Tensor) -> None:
+    """Refuse gradients that code of the user's makes: it may look at those of all rows."""
+    pending, seen = [loss.grad_fn], set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+        function: Any = getattr(node, "_forward_cls", torch.autograd.Function)
+        if function is BackwardHookFunction:
+            raise Unproven("a hook sees the gradients of a module")
+        if function.__module__.partition(".")[0] not in _PACKAGES:
+            raise Unproven(f"it has gradients of its own ({function.__name__})")
 
 
 def _memory(tensor: Tensor) -> int:

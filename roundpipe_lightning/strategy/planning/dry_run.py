@@ -2,14 +2,16 @@
 
 The user's `training_step` may log, ask its Trainer, count, and draw random numbers. A dry run runs
 it on a copy without values, whose `log` says nothing, whose metrics keep nothing and whose
-Trainer can be read only, as far as plain values go; generators and classes are put back. What
-cannot be run so is estimated from the parameters instead.
+Trainer can be read only, as far as plain values go; generators, classes and objects of the code's
+files are put back. What cannot be run so is estimated from the parameters instead.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, NoReturn
 
 import torch
@@ -23,13 +25,14 @@ from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion, LossMode
-from roundpipe_lightning.models.work.meta_copy import MetaCopy
+from roundpipe_lightning.models.work.meta_copy import MetaCopy, objects_of_code
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven, prove_step
 from roundpipe_lightning.models.work.work_profile import alone, step_profile
 from roundpipe_lightning.planning.model.work import WorkProfile
 from roundpipe_lightning.strategy.resume.randomness import random_state, set_random_state
 
 _PLAIN = (bool, int, float, str, type(None))
+_LISTS = (list, deque)
 
 
 class DryRunError(ConfigurationError):
@@ -81,19 +84,25 @@ def dry_run(
 
 @contextlib.contextmanager
 def _traceless(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Put back random generators, whose states are given, and what classes of modules hold."""
+    """Put back random generators, whose states are given, and what classes and files hold."""
     kinds = {kind for child in module.modules() for kind in type(child).__mro__}
-    before, held = random_state(), {kind: dict(vars(kind)) for kind in kinds}
+    before = random_state()
+    held = [(holder, dict(vars(holder))) for holder in (*kinds, *objects_of_code(module))]
+    lists = [(v, copy(v)) for _, values in held for v in values.values() if type(v) in _LISTS]
     try:
         yield before
     finally:
         set_random_state(before)
-        for kind, values in held.items():
-            for name, value in dict(vars(kind)).items():
+        for holder, values in held:
+            for name, value in dict(vars(holder)).items():
                 if name not in values:
-                    delattr(kind, name)
+                    delattr(holder, name)
                 elif value is not values[name]:
-                    setattr(kind, name, values[name])
+                    setattr(holder, name, values[name])
+        for value, items in lists:
+            if len(value) != len(items):
+                value.clear()
+                value.extend(items)
 
 
 def _reason(error: Exception) -> str:
@@ -110,16 +119,16 @@ def prove(
     batch: Any,
     arguments: Sequence[Any],
     num_microbatches: int,
-) -> tuple[LossKind, dict[str, Any]]:
+) -> tuple[LossKind, list[str]]:
     """Return what a batch's loss is of those of its microbatches; see `prove_step`.
 
-    Also plain attributes of modules that the step reads outside the blocks, by their path.
+    Also the paths of attributes that the step reads off modules outside the blocks.
 
     Raises:
         Unproven: It is not proven to be either.
     """
     blocks = [block for stack in stacks for block in stack.blocks]
-    copy: Any = None
+    made: Any = None
     forwards: list[Callable[..., Any]] = []
 
     def run(given: Any, around: Callable[..., Any]) -> tuple[Tensor | None, list[Any]]:
@@ -135,22 +144,22 @@ def prove(
             logged.extend(0 if isinstance(value, _Later) else value for value in values)
 
         for block, forward in zip(blocks, forwards, strict=True):
-            copy.module_copy(block).__dict__["forward"] = around(forward)
-        copy.module.__dict__.update(log=log, log_dict=log)
+            made.module_copy(block).__dict__["forward"] = around(forward)
+        made.module.__dict__.update(log=log, log_dict=log)
         later = [_Later() if type(argument) is int else argument for argument in arguments]
-        output = copy.module.training_step(given, *later)
+        output = made.module.training_step(given, *later)
         if isinstance(output, Mapping) and set(output) != {"loss"}:
             raise Unproven("it returns more than the loss")
         loss = loss_of(output)
-        if copy.wrote_buffers:
+        if made.wrote_buffers:
             raise Unproven("it writes into buffers")
         return loss, logged
 
     try:
         with alone(), _traceless(module) as before:
             replaced = list(_replaced(module, proves=True))
-            copy = MetaCopy(module, settings=_settings(module, proves=True), replaced=replaced)
-            forwards += [copy.module_copy(block).forward for block in blocks]
+            made = MetaCopy(module, settings=_settings(module, proves=True), replaced=replaced)
+            forwards += [made.module_copy(block).forward for block in blocks]
             num_rows = len(next(tensors_in(batch), ()))
             sizes = {num_rows, max(1, num_rows // num_microbatches)}
             kind = prove_step(batch=batch, run=run, sizes=sorted(sizes))
@@ -159,12 +168,13 @@ def prove(
             raise Unproven("it draws random numbers")
         inside = {child for block in blocks for child in block.modules()}
         paths = {child: path + "." * bool(path) for path, child in module.named_modules()}
-        read = {
-            paths[child] + name: value
-            for (child, name), value in copy.read.items()
-            if child in paths and child not in inside
-        }
-        return kind, read
+        own = vars(LightningModule()).keys()
+        read = [
+            paths[m] + name
+            for m, name in made.read
+            if m in paths and m not in inside and name not in own
+        ]
+        return kind, sorted(read)
     except Unproven:
         raise
     except Exception as error:
