@@ -79,15 +79,17 @@ def architecture() -> str:
     parts += [
         label(90, 126, "weights", anchor="end"),
         label(136, 126, "gradients"),
-        label(
-            380,
-            244,
-            "Stages go round the GPUs: forward (F), the last blocks with the loss, backward (B). "
+        box(
+            0,
+            226,
+            760,
+            44,
+            "Stages go round the GPUs: forward (F), the last blocks with the loss, backward (B).\n"
             "Boundaries between them pass the host.",
-            anchor="middle",
+            "white",
         ),
     ]
-    return picture(760, 258, "Architecture", parts)
+    return picture(760, 274, "Architecture", parts)
 
 
 def packages() -> str:
