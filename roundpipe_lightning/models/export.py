@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.files import checksum, new_folder, place_folder
-from roundpipe_lightning.models.weight_files import MARKER
+from roundpipe_lightning.models.weight_files import MARKER, reach_options
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -267,11 +267,12 @@ def _add_tokenizer(model: Any, folder: Path, *, tokenizer: Any) -> None:
         name = getattr(_without_adapters(model, merge=False).config, "name_or_path", None)
     if not name:
         return
+    options = {"local_files_only": True} if tokenizer is None else reach_options(str(name))
     for file in files:
         found = cached_file(
             str(name),
             file,
-            local_files_only=tokenizer is None,
+            **options,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=is_named,
             _raise_exceptions_for_gated_repo=is_named,

@@ -13,7 +13,9 @@ them may be loaded if it agrees.
 from __future__ import annotations
 
 import json
+import logging
 import pickle
+import socket
 import sys
 import warnings
 import zipfile
@@ -21,9 +23,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants, is_offline_mode
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -42,8 +46,31 @@ MARKER = "roundpipe_export.json"
 """A file that says that the folder is an export, so that the next one may replace it. It has the
 checksums of the weights."""
 
+_ANSWERS_SECONDS = 10.0
+_LOG = logging.getLogger(__name__)
+
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+def reach_options(name: str) -> dict[str, bool]:
+    """Options of transformers for what has this name, by whether the hub answers.
+
+    Where it does not, only its cache is looked into: transformers would ask for each file six
+    times, which takes minutes even where all of them are in the cache.
+    """
+    if Path(name).exists() or is_offline_mode() or getproxies():
+        return {}
+    url = urlsplit(constants.ENDPOINT)
+    port = url.port or {"http": 80}.get(url.scheme, 443)
+    try:
+        socket.create_connection((url.hostname, port), timeout=_ANSWERS_SECONDS).close()
+    except OSError as error:
+        _LOG.warning(
+            "The hub does not answer (%s): what its cache has of %s is taken.", error, name
+        )
+        return {"local_files_only": True}
+    return {}
 
 
 def find_weight_files(name: str, *, hub_options: Mapping[str, Any]) -> tuple[Path, ...]:

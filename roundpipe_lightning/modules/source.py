@@ -27,7 +27,12 @@ from typing_extensions import override
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
 from roundpipe_lightning.models.load import LoadOptions, load_pretrained
 from roundpipe_lightning.models.quantized import quantize_frozen
-from roundpipe_lightning.models.weight_files import check_can_map, check_has_weights, unreadable
+from roundpipe_lightning.models.weight_files import (
+    check_can_map,
+    check_has_weights,
+    reach_options,
+    unreadable,
+)
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "weights": ("auto", "random", "pretrained"),
@@ -245,6 +250,7 @@ class ModelSource:
             frozen_bits=self.frozen_bits,
             trust_remote_code=self.trust_remote_code,
             others={
+                **(reach_options(self.hub_name) if self.hub_name else {}),
                 **({} if self.revision is None else {"revision": self.revision}),
                 **(self.pretrained_options or {}),
             },
@@ -442,7 +448,8 @@ def byte_level_tokenizer(
 def _pretrained(kind: Any, source: TokenizerSource) -> Any:
     name = source.name
     assert name is not None
-    at = {} if source.revision is None else {"revision": source.revision}
+    at: dict[str, Any] = {} if source.revision is None else {"revision": source.revision}
+    at |= reach_options(name)
     try:  # without a word on code of its own, transformers would ask at the keyboard
         return kind.from_pretrained(name, trust_remote_code=source.trust_remote_code, **at)
     except (OSError, ValueError) as error:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 import roundpipe_commands as commands
 from roundpipe_lightning import Plan
-from roundpipe_lightning.modules import ModelSource, byte_level_tokenizer
+from roundpipe_lightning.models.export import ExportOptions, export_pretrained
+from roundpipe_lightning.modules import ModelSource, TokenizerSource, byte_level_tokenizer
 from tests.kit.architectures import TINY
 from tests.kit.hub import Hub, hub, no_hub
 from tests.kit.programs import run_program
@@ -144,6 +146,27 @@ def test_without_a_network_there_is_one_line_with_the_way_out(
 ) -> None:
     with no_hub(tmp_path / "cache"):
         refused(program, overrides, message, tmp_path)
+
+
+def test_without_a_network_the_cache_is_taken_at_once(
+    repositories: dict[str, dict[str, bytes]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(huggingface_hub.utils.logging.get_logger(), "propagate", True)
+    tokenizer = TokenizerSource(name="me/tiny", revision="v2")
+    model = ModelSource(architecture={}, hub_name="me/tiny", revision="v2")
+    with hub(tmp_path / "cache") as server:
+        fill(server, repositories)
+        tokenizer.load()
+        model.build()
+    with no_hub(tmp_path / "cache"):
+        options = ExportOptions(tokenizer=tokenizer.load())
+        folder = export_pretrained(model.build(), tmp_path / "export", options=options)
+    assert (folder / "tokenizer.json").is_file()
+    assert "its cache has of me/tiny is taken" in caplog.text
+    assert "Retrying" not in caplog.text
 
 
 def refused(program: Callable[[], object], overrides: str, message: str, folder: Path) -> None:
