@@ -101,6 +101,7 @@ class _Closing(torch.optim.AdamW):
         return super().step()
 
 
+@pytest.mark.filterwarnings("ignore:The memory of LBFGS's state is not in the plan")
 @pytest.mark.parametrize(
     "make_optimizer", [functools.partial(torch.optim.LBFGS, max_iter=4), _Closing]
 )
@@ -113,6 +114,47 @@ def test_optimizers_that_evaluate_the_loss_themselves(tmp_path: Path, make_optim
     (expected, _), *runs = train_with(
         tmp_path, ["auto", *ours], Closes, accumulate_grad_batches=2, gradient_clip_val=0.1
     )
+    for module, _ in runs:
+        assert same_bits(module, expected)
+
+
+class _Drawing(torch.optim.Optimizer):
+    """Its state begins with random numbers, and it steps only when told that it trains."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.is_training = False
+
+    def train(self) -> None:
+        self.is_training = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        assert self.is_training
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["velocity"] = torch.randn_like(parameter)
+                state["velocity"].mul_(0.9).add_(parameter.grad)
+                parameter.sub_(state["velocity"], alpha=group["lr"])
+        return loss
+
+
+class _Drawn(Regressor):
+    def configure_optimizers(self) -> Any:
+        return _Drawing(self.parameters(), lr=0.01)
+
+    def on_train_start(self) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.optimizer.train()
+
+
+@pytest.mark.filterwarnings("ignore:_Drawing is stepped as a whole")
+def test_an_optimizer_that_draws_random_numbers_draws_the_same(tmp_path: Path) -> None:
+    ours = [kind(num_microbatches=1) for kind in (RoundPipeStrategy, EmulatedStrategy)]
+    (expected, _), *runs = train_with(tmp_path, ["auto", *ours], _Drawn)
     for module, _ in runs:
         assert same_bits(module, expected)
 

@@ -261,6 +261,7 @@ def _run(
     ],
 )
 @pytest.mark.filterwarnings("ignore:No stack of blocks was found")
+@pytest.mark.filterwarnings("ignore:The memory of LBFGS's state is not in the plan")
 def test_the_same_as_on_one_device(
     tmp_path: Path, name: str, precision: Any, tolerance: float
 ) -> None:

@@ -203,7 +203,7 @@ def reason_not_separable(optimizer: Optimizer) -> str | None:
         return "it keeps tensors beside the state of its parameters"
     of_class = _class_attributes(optimizer)
     try:
-        with _trial() as drew:
+        with trial() as drew:
             reason = _try(optimizer, drew=drew)
         changes = not _same(_class_attributes(optimizer), of_class)
         return "its step changes attributes of its class" if changes else reason
@@ -225,7 +225,7 @@ def reason_not_with_gradients(optimizer: Optimizer) -> str | None:
         optimizer: It and its parameters stay as they are.
     """
     try:
-        with _trial():
+        with trial():
             mixed, plain = _small_copy(optimizer), _small_copy(optimizer)
             for parameter in _parameters(plain):
                 parameter.grad_dtype = parameter.dtype
@@ -248,7 +248,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
         optimizer: It and its parameters stay as they are.
     """
     try:
-        with _trial():
+        with trial():
             whole, *halves = (_small_copy(optimizer) for _ in range(3))
             for twin in (whole, *halves):
                 twin.state.clear()
@@ -270,7 +270,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def _trial() -> Iterator[Callable[[], bool]]:
+def trial() -> Iterator[Callable[[], bool]]:
     """Let nobody notice a trial; gives what says whether it has drawn random numbers so far."""
     generator = torch.default_generator
     before = generator.get_state()

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -23,6 +23,7 @@ from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_by
 from roundpipe_lightning.engine.device.probe import available_bytes, probe_hardware
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
 from roundpipe_lightning.engine.store.flat_buffers import narrow_parameters
+from roundpipe_lightning.engine.update.partial_step import trial
 from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.optim.rounding import rounds_itself
@@ -196,7 +197,7 @@ def _trained_by(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 def _state_bytes(optimizer: Optimizer, *, in_float32: bool) -> float:
     """Bytes of an optimizer's state: one small matrix per group is stepped by one of its kind.
 
-    Nothing is known of an optimizer that cannot be made from its own settings.
+    Nothing is known, and a warning says so, of one that cannot be made from its own settings.
     """
     kind = _torchs_own(type(optimizer))
     if isinstance(optimizer, HostAdamW):
@@ -215,11 +216,16 @@ def _state_bytes(optimizer: Optimizer, *, in_float32: bool) -> float:
         sample = nn.Parameter(torch.zeros(256, 256, dtype=dtype))
         sample.grad = torch.zeros_like(sample)
         try:
-            stepped = kind([sample], **settings)
-            with torch.enable_grad():
+            with trial(), torch.enable_grad():
+                stepped = kind([sample], **settings)
+                getattr(stepped, "train", bool)()  # without it schedule-free optimizers do not step
                 stepped.step()
-        except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
-            continue
+        except Exception as error:  # noqa: BLE001 - whatever its code does not like about the trial
+            rank_zero_warn(
+                f"The memory of {kind.__name__}'s state is not in the plan: a step on a small "
+                f"matrix failed ({type(error).__name__}: {error})."
+            )
+            return 0.0
         values = [v for state in stepped.state.values() for v in state.values()]
         size = sum(v.nbytes for v in values if torch.is_tensor(v) and v.numel() > 1)
         total += size / sample.numel() * sum(parameter.numel() for parameter in trained)
