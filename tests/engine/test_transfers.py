@@ -116,6 +116,17 @@ def test_an_urgent_job_overtakes_the_chunks_of_a_long_one() -> None:
     assert not failures
 
 
+def test_a_copy_that_waits_for_what_fails_is_not_made() -> None:
+    failures, update, target = Failures(), HostEvent("an update"), flat(0)
+    with queue_of(CpuDevice(), failures) as queue:
+        pieces = [(target, flat(1))]
+        queue.submit(Job(name="job", priority=Priority.WEIGHTS, pieces=pieces, after=[update]))
+        update.fail(ValueError("out of range"))
+        assert queue.drain(timeout_seconds=PATIENCE_SECONDS)
+    assert [str(error) for error, _ in failures] == ["out of range"]
+    assert not target.any()
+
+
 def test_a_device_can_wait_for_a_job_whose_last_chunk_was_issued() -> None:
     device, failures = SteppedDevice(), Failures()
     with queue_of(device, failures) as queue:
