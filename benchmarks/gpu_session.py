@@ -87,6 +87,7 @@ JOBS: tuple[Job, ...] = (
         name="tests",
         arguments=(
             *("-m", "pytest", "tests/gpu", "-q", "--no-header", "--maxfail", "5"),
+            *("-W", "default"),  # what other versions of libraries warn of there is no failure
             *("--session-timeout", "180"),  # says what has failed, as the limit below does not
         ),
         limit_seconds=240.0,
