@@ -123,9 +123,12 @@ def _launch(name: str) -> None:
         screen.write("Stopped.\n")
         sys.exit(EXIT_INTERRUPTED)
     except SystemExit as ended:
-        if not jobs and isinstance(ended.__context__, Exception):
+        unknown = re.search(r"unrecognized arguments: (.+)", errors.getvalue())
+        if unknown or (not jobs and isinstance(ended.__context__, Exception)):
             errors.truncate(0)
-            screen.write(f"Error: {explain(ended.__context__, name, folder)}\n")
+            cause = ended.__context__ or ended
+            said = _not_a_setting(unknown[1]) if unknown else explain(cause, name, folder)
+            screen.write(f"Error: {said}\n")
             sys.exit(EXIT_BAD_INPUT)
         if len(jobs) <= 1 or ended.code != 1:  # of several jobs, the others have run as well
             raise
@@ -258,7 +261,7 @@ _ELSEWHERE = {
 """What Axolotl, LLaMA-Factory and TRL call a setting."""
 
 
-def explain(error: Exception, name: str, folder: Path) -> str:
+def explain(error: BaseException, name: str, folder: Path) -> str:
     """One line for what Hydra has refused, with the names that are near."""
     lines = [line.strip() for line in str(error).splitlines()]
     first = next(filter(None, lines), type(error).__name__)
@@ -275,15 +278,25 @@ def explain(error: Exception, name: str, folder: Path) -> str:
     if isinstance(reason, OSError):
         settings = "hydra.run.dir, paths.log_dir or task_name"
         return f"The run's folder cannot be made: {reason}. Set {settings}."
+    bare = re.match(r"Error parsing override '([^']+)'\s+missing EQUAL", str(error).strip())
+    if bare is not None:
+        return _not_a_setting(bare[1])
     refused = re.match(r"Could not override '([^']+)'", first)
     if refused is None:
         return " ".join(filter(None, lines))
     key = refused[1].partition("@")[0]
     word = key.rpartition(".")[2]
     ours = [setting for setting, theirs in _ELSEWHERE.items() if word in theirs.split()]
-    near = ours or [other for other in _near(key, _keys(name, folder)) if other != key]
+    groups = [path.name for path in folder.iterdir()]
+    near = ours or [other for other in _near(key, groups + _keys(name, folder)) if other != key]
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     return f"There is no setting {key}.{meant} --cfg job shows all; +{key}=... adds one."
+
+
+def _not_a_setting(words: str) -> str:
+    return (
+        f"{words!r} is no setting. Write them as NAME=VALUE, such as data=chats.jsonl; see --help."
+    )
 
 
 def _keys(name: str, folder: Path) -> list[str]:

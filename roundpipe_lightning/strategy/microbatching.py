@@ -21,14 +21,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.engine.capture.trees import children_of
@@ -36,7 +37,7 @@ from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.worker.user_code import Outside
 from roundpipe_lightning.errors import BatchError, StepModeError
 from roundpipe_lightning.models.batches import batch_size_of, split_batch, targets_of_rows
-from roundpipe_lightning.models.work.meta_copy import objects_of_code
+from roundpipe_lightning.models.work.meta_copy import objects_of_code, variables_of_code
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
 from roundpipe_lightning.strategy.options import Options
 from roundpipe_lightning.strategy.planning.dry_run import prove
@@ -94,8 +95,8 @@ class ModeChoice:
         self._fuses_loss = self._warns = options.fuses_loss
         known = getattr(module, "averages_samples", False)
         self._tells = self._mode == "step" and not known
-        # by the text of a batch's form; and the attributes that a proven step reads
-        self._chosen: dict[str, tuple[str, dict[str, Any] | None]] = {}
+        # by the text of a batch's form; and what a proven step reads
+        self._chosen: dict[str, tuple[str, Sequence[_Look] | None]] = {}
 
     def begin(
         self,
@@ -148,29 +149,31 @@ class ModeChoice:
 
     def _chosen_for(self, batch: Any, arguments: Sequence[Any], count: int) -> str | None:
         form = str(form_of(batch))
-        chosen, read = self._chosen.get(form, (None, {}))
-        if (
-            read is None and chosen != "blocks" and count > 1
-        ):  # of a checkpoint: the code may be another one now
-            try:
-                chosen, read = self._chosen[form] = self._proven(batch, arguments, count)
+        chosen, looks = self._chosen.get(form, (None, ()))
+        if looks is None and chosen != "blocks" and count > 1:
+            try:  # it is of a checkpoint: the code may be another one now
+                chosen, looks = self._chosen[form] = self._proven(batch, arguments, count)
             except Unproven as error:
                 return self._go_back(batch, str(error))
-        for path, value in (read or {}).items():
-            if _read(self._module, path) != value:
-                return self._go_back(batch, f"the step reads {path}, which has changed")
+        for look in looks or ():
+            if _content(look.get(), is_for_step=True) != look.found:
+                return self._go_back(batch, f"the step reads {look.name}, which has changed")
         return chosen
 
     def _proven(
         self, batch: Any, arguments: Sequence[Any], count: int
-    ) -> tuple[str, dict[str, Any]]:
-        kind, read = prove(
+    ) -> tuple[str, Sequence[_Look]]:
+        kind, paths = prove(
             self._module, self._stacks, batch=batch, arguments=arguments, num_microbatches=count
         )
-        return kind.value, {path: _read(self._module, path) for path in read}
+        read = [(path, partial(_read, self._module, path)) for path in paths]
+        read += [(name, partial(t.get, name)) for t, name in variables_of_code(self._module)]
+        return kind.value, [
+            _Look(name, get, _content(get(), is_for_step=True)) for name, get in read
+        ]
 
     def _go_back(self, batch: Any, reason: str) -> str:
-        self._chosen[str(form_of(batch))] = "blocks", {}
+        self._chosen[str(form_of(batch))] = "blocks", ()
         rank_zero_info(
             f"roundpipe: microbatching='blocks' from this batch on: {reason}. Nothing was updated "
             "with it before."
@@ -240,7 +243,7 @@ class ModeChoice:
                 raise Unproven("it writes into a list, a dict, an object or a counter")
             proven = self._proven(batch, arguments, num_microbatches)
         except Unproven as error:
-            self._chosen[str(form_of(batch))] = "blocks", {}
+            self._chosen[str(form_of(batch))] = "blocks", ()
             rank_zero_info(
                 "roundpipe: microbatching='blocks', because training_step on microbatches is not "
                 f"proven to be the same: {error}. The head and the loss are computed on one worker "
@@ -263,10 +266,17 @@ class ModeChoice:
             self._chosen.update((form, (chosen, None)) for form, chosen in state.items())
 
 
+class _Look(NamedTuple):
+    """Something that a step reads."""
+
+    name: str
+    get: Callable[[], Any]
+    found: Any  # when it was proven, of what decides what the step computes
+
+
 def _read(module: LightningModule, path: str) -> Any:
-    """Return what of an attribute decides what a step computes: tensors' values do not."""
     try:
-        return _content(attrgetter(path)(module), frozenset(), is_for_step=True)
+        return attrgetter(path)(module)
     except AttributeError:  # it was deleted
         return ()
 
@@ -284,15 +294,24 @@ def contents_of(module: LightningModule) -> list[Any]:
     ]
 
 
-def _content(value: Any, seen: frozenset[int], depth: int = 0, *, is_for_step: bool = False) -> Any:
-    """Return what tells whether something was written into; of large things only what they hold."""
+def _content(
+    value: Any, seen: frozenset[int] = frozenset(), depth: int = 0, *, is_for_step: bool = False
+) -> Any:
+    """Return what tells whether something was written into; of large things only what they hold.
+
+    Args:
+        is_for_step: Leave out what does not decide what a step computes: tensors' values.
+    """
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
         if is_for_step:
             return value.dtype, value.shape
         return id(value), 0 if value.is_inference() else value._version
-    if isinstance(value, Trainer | _CODE) or getattr(value, "nbytes", 0) > _MANY**2:
+    if isinstance(value, nn.Module) and is_for_step:
+        return type(value)
+    is_large = hasattr(type(value), "nbytes") and value.nbytes > _MANY**2
+    if is_large or isinstance(value, Trainer | _CODE):
         return id(value)
     if id(value) in seen or depth > _DEPTH:
         return None

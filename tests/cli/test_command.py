@@ -77,6 +77,9 @@ def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
         ("hydra.run.dir=/dev/null/run", "The run's folder cannot be made"),
         ("task_name=a/b", "Set hydra.run.dir, paths.log_dir or task_name"),
         ("data.files=[a", "no viable alternative"),
+        ("recipie=qwen3_8b/lora", "There is no setting recipie. Did you mean recipe?"),
+        ("my.jsonl", "'my.jsonl' is no setting. Write them as NAME=VALUE, such as data=chats"),
+        ("--data", "'--data' is no setting. Write them as NAME=VALUE"),
     ],
 )
 def test_what_the_command_line_gets_wrong_is_one_line(

@@ -18,7 +18,7 @@ from roundpipe_lightning.errors import CheckpointError, ConfigurationError, Mode
 from roundpipe_lightning.models.weight_files import MARKER
 from roundpipe_lightning.modules import ModelSource, TokenizerSource
 from roundpipe_lightning.planning.model.hardware import config_folder
-from tests.kit.hub import hub
+from tests.kit.hub import hub, no_hub
 from tests.kit.programs import run_program
 from tests.kit.runs import train_small
 from tests.models.test_load import EXPERTS, save
@@ -276,5 +276,7 @@ def test_the_card_of_an_adapter_names_its_base(tmp_path: Path) -> None:
 def test_a_hub_that_refuses_is_explained_before_anything_is_written(run: Path) -> None:
     message = r"push_to_hub='me/mine': .*401.* log in with a token that may write"
     with hub(run / "cache", token="hf_other"), pytest.raises(ModelSourceError, match=message):
+        run_export(f"ckpt_path={checkpoint_of(run)}", "push_to_hub=me/mine")
+    with no_hub(run / "cache"), pytest.raises(ModelSourceError, match=r"'me/mine': .*refused"):
         run_export(f"ckpt_path={checkpoint_of(run)}", "push_to_hub=me/mine")
     assert not (run / "export").exists()

@@ -304,15 +304,20 @@ def _code_of(kind: type, *functions: types.FunctionType) -> Iterator[types.Funct
             assert function is not None
             yield function
             pending += [_method(kind, name) for name in function.__code__.co_names]
-            pending += [v for _, v in _named_in(function) if _is_of_user(v)]
+            helpers = [v for _, v in _named_in(function) if isinstance(v, types.FunctionType)]
+            pending += filter(_is_of_user, helpers)
 
 
 def _named_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Return the names in a function's code, and what its file, or one that it names, has so."""
+    return ((name, file[name]) for file, name in _tables_of(function))
+
+
+def _tables_of(function: types.FunctionType) -> Iterator[tuple[Mapping[str, Any], str]]:
     names, own = function.__code__.co_names, function.__globals__
     others = [v for v in map(own.get, names) if isinstance(v, types.ModuleType)]
     files = [own, *(vars(file) for file in others if _is_of_user(file))]
-    return ((name, file[name]) for file in files for name in names if name in file)
+    return ((file, name) for file in files for name in names if name in file)
 
 
 def _is_of_user(value: Any) -> bool:
@@ -323,16 +328,36 @@ def _is_of_user(value: Any) -> bool:
     return isinstance(path, str) and not path.startswith(_INSTALLED)
 
 
+def _user_code_of(
+    module: nn.Module,
+) -> Iterator[tuple[nn.Module, types.FunctionType]]:
+    """Return the functions of a step that are the user's, each with a module that has it."""
+    for kind, child in {type(child): child for child in module.modules()}.items():
+        held = [v for v in vars(child).values() if isinstance(v, types.FunctionType)]
+        yield from ((child, f) for f in _code_of(kind, *held) if _is_of_user(f))
+
+
 def objects_of_code(module: nn.Module) -> list[Any]:
     """Return the objects in the files of the user's modules that their code names."""
-    found: dict[int, Any] = {}
-    for child in {type(child): child for child in module.modules()}.values():
-        held = [v for v in vars(child).values() if isinstance(v, types.FunctionType)]
-        for function in _code_of(type(child), *held):
-            if _is_of_user(function):
-                found.update((id(value), value) for _, value in _named_in(function))
+    found = {id(v): v for _, f in _user_code_of(module) for _, v in _named_in(f)}
     code = (type, types.FunctionType, types.ModuleType, Tensor, logging.Logger)
     return [v for v in found.values() if hasattr(v, "__dict__") and not isinstance(v, code)]
+
+
+def variables_of_code(module: nn.Module) -> list[tuple[Mapping[str, Any], str]]:
+    """Return what the user's code names in its files, its classes and modules, and their tables.
+
+    A name that only a class has is looked for in the module, too, which may hide it.
+    """
+    found: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
+    for child, function in _user_code_of(module):
+        own, modules = vars(child), child._modules  # noqa: SLF001
+        tables = [modules, *(vars(base) for base in type(child).__mro__ if base is not object)]
+        names = function.__code__.co_names
+        pairs = [(table, name) for table in tables for name in names if name in table]
+        pairs += [(own, name) for name in names if name not in own]
+        found.update(((id(t), name), (t, name)) for t, name in (*pairs, *_tables_of(function)))
+    return list(found.values())
 
 
 def _is_pure(function: types.FunctionType) -> bool:

@@ -258,7 +258,7 @@ class _Proof:
         one, other = self._runs
         for a, b in zip(one.inputs, other.inputs, strict=True):
             self._states[id(a)] = self._rows_of(a, b)
-            self._sharing[_memory(a)] = [a]
+            self._given.add(_memory(a))
         for hidden in one.hidden:
             self._states[id(hidden)] = _Mixed("a block leaves it beside its output")
         for mine, theirs in zip(one.ops, other.ops, strict=True):
@@ -308,7 +308,7 @@ class _Proof:
         made = set(map(id, op.made))
         for tensor in op.written:
             if _memory(tensor) in self._given:
-                raise Unproven("it writes into a parameter or a buffer")
+                raise Unproven("it writes into the batch, a parameter or a buffer")
             state = self._states.get(id(tensor))
             by_rows = isinstance(state, _Rows)
             is_known = id(tensor) in made or (op.name == "block" and by_rows)

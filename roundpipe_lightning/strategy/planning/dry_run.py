@@ -244,7 +244,8 @@ class _ReadOnlyTrainer:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._trainer, name)
-        if self._proves and name in ("current_epoch", "global_step", "is_last_batch"):
+        changes = ("current_epoch", "global_step", "is_last_batch", *vars(self._trainer))
+        if self._proves and name in changes and isinstance(value, _PLAIN):
             return _Later()
         if isinstance(value, _PLAIN):
             return value
