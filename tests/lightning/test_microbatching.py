@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from roundpipe_lightning.engine.chain.pieces import WholeBatchWarning
 from roundpipe_lightning.errors import CaptureError, ConfigurationError
 from roundpipe_lightning.strategy import microbatching
 from roundpipe_lightning.testing import EmulatedStrategy
+from tests.kit import training
 from tests.kit.training import (
     WIDTH,
     LanguageModel,
@@ -30,8 +32,10 @@ from tests.kit.training import (
     train_with,
 )
 
-unseen = SimpleNamespace(batch_idx=0, calls=0)
-"""What a step decides by here changes its later batches, and no proof sees it."""
+BATCH_IDX = "TEST_BATCH_IDX"
+"""An environment variable: a step that decides by it changes, and no proof sees it."""
+
+noted = SimpleNamespace(calls=0, late=False)
 
 
 GENERATOR = random.Random(0)
@@ -48,7 +52,7 @@ class Annealed:
 
 
 def note() -> None:
-    unseen.calls += 1
+    noted.calls += 1
 
 
 class Counts(Regressor):
@@ -78,6 +82,7 @@ def add(module: Counts) -> None:
     ("count", "mode"),
     [
         (lambda module: None, "step"),
+        (lambda module: training.VOCABULARY, "step"),
         (lambda module: module._outputs["train"].append(0), "blocks"),
         (lambda module: module.num_calls.append(0), "blocks"),
         (add, "blocks"),
@@ -90,7 +95,14 @@ def add(module: Counts) -> None:
         (lambda module: module.trainer.global_step / 2, "step"),
     ],
     ids=[
-        *("nothing", "a list in a dict", "a list of the class", "an object", "a callable"),
+        *(
+            "nothing",
+            "a file",
+            "a list in a dict",
+            "a list of the class",
+            "an object",
+            "a callable",
+        ),
         *("a generator", "a full list", "an object of the file", "a generator of the file"),
         *("an epoch", "a step"),
     ],
@@ -114,14 +126,14 @@ def test_a_run_without_values_leaves_what_files_hold(tmp_path: Path, mode: Any) 
     class Drawing(Regressor):
         def on_fit_start(self) -> None:
             GENERATOR.seed(0)
-            unseen.calls = 0
+            noted.calls = 0
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             note()
             return super().training_step(batch, batch_idx) * GENERATOR.random()
 
         def on_train_end(self) -> None:
-            self.drawn = GENERATOR.random(), unseen.calls
+            self.drawn = GENERATOR.random(), noted.calls
 
     strategies = ["auto", RoundPipeStrategy(num_microbatches=2, microbatching=mode)]
     (one, _), (module, _) = train_with(
@@ -202,14 +214,14 @@ class Changing(LanguageModel):
         self.change = change
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        unseen.batch_idx = batch_idx
+        os.environ[BATCH_IDX] = str(batch_idx)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         x = self.embedding(batch["input_ids"])
         for layer in self.layers:
             x = layer(x)
         logits, labels = self.head(x)[:, :-1], batch["labels"][:, 1:]
-        if unseen.batch_idx >= 2:
+        if int(os.environ[BATCH_IDX]) >= 2:
             return self.change(self, logits, labels)
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
@@ -271,7 +283,7 @@ class Counting(Regressor):
         self.layers.insert(1, nn.BatchNorm1d(WIDTH, affine=False))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        writes = unseen.batch_idx >= 2
+        writes = int(os.environ[BATCH_IDX]) >= 2
         if writes and self.into == "a buffer":
             self.seen += 1
         if writes and self.into == "a buffer, anew":
@@ -283,7 +295,7 @@ class Counting(Regressor):
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        unseen.batch_idx = batch_idx
+        os.environ[BATCH_IDX] = str(batch_idx)
         self.layers[1].train(batch_idx >= 2 and self.into == "a block's buffers")
 
 
@@ -308,10 +320,14 @@ def _of_pairs(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(pairs, torch.arange(len(pairs), device=pairs.device))
 
 
+class OfPairs(nn.Module):
+    forward = staticmethod(_of_pairs)
+
+
 class Alternating(Regressor):
     """Its fourth batch has another loss, over pairs of samples."""
 
-    is_late = False
+    is_late = is_late_class = False
 
     def __init__(self, asks: Callable[[Alternating, int], bool]) -> None:
         super().__init__()
@@ -319,10 +335,17 @@ class Alternating(Regressor):
         self.settings = {"late": False}
         self.state = SimpleNamespace(late=False)
         self.loss: Callable[..., Tensor] = functional.mse_loss
+        self.criterion: nn.Module = nn.MSELoss()
+
+    def mean(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.mse_loss(outputs, targets)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.is_late = batch_idx == 3
-        self.settings["late"] = self.state.late = batch_idx == 3
+        self.settings["late"] = self.state.late = noted.late = batch_idx == 3
+        type(self).is_late_class = self.trainer.is_late = batch_idx == 3  # type: ignore[attr-defined]
+        if batch_idx == 3:
+            self.mean, self.criterion = _of_pairs, OfPairs()  # type: ignore[method-assign]
         self.loss = _of_pairs if batch_idx == 3 else functional.mse_loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -342,6 +365,11 @@ DECISIONS: dict[str, Callable[[Alternating, int], bool]] = {
     "settings": lambda module, batch_idx: module.settings["late"],
     "state": lambda module, batch_idx: module.state.late,
     "loss": lambda module, batch_idx: module.loss is _of_pairs,
+    "noted": lambda module, batch_idx: noted.late,
+    "is_late_class": lambda module, batch_idx: type(module).is_late_class,
+    "criterion": lambda module, batch_idx: isinstance(module.criterion, OfPairs),
+    "mean": lambda module, batch_idx: module.mean is _of_pairs,
+    "a Trainer": lambda module, batch_idx: module.trainer.is_late,  # type: ignore[attr-defined]
 }
 
 
@@ -358,7 +386,7 @@ def test_a_later_batch_with_another_loss(
     assert parameter_error(module, one) < 1e-5
     reasons = ["is proven", f"the step reads {by}, which has changed"]
     by_number = ["it decides by batch_idx or by the Trainer's epoch"]
-    expected = reasons if hasattr(module, by) else by_number
+    expected = reasons if by == "noted" or hasattr(module, by) else by_number
     assert len(said) == len(expected)
     assert all(reason in text for reason, text in zip(expected, said, strict=True))
 

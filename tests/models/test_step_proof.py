@@ -174,6 +174,7 @@ def tried(b: Batch) -> Tensor:
         (written_number, "fill_"),
         (written_list, "_foreach_add_"),
         (average, "parameter or a buffer"),
+        (lambda b: b.x.mul_(2).mean(), "into the batch"),
         # Nobody knows what becomes of gradients, or of values.
         (normalised, r"gradients of its own \(Normalised\)"),
         (hooked, "hook sees the gradient of a tensor"),
