@@ -41,15 +41,19 @@ SETTING_ERRORS = (RoundPipeError, MisconfigurationException, OmegaConfBaseExcept
 """Errors that say themselves which setting is to be changed."""
 
 
-def _is_about_settings(error: Exception) -> bool:
+def _is_about_settings(error: Exception, folder: str) -> bool:
     """Return whether a person mends an error by a setting, or a full disk: its message is enough.
+
+    So is that of a run's folder that cannot be made or written.
 
     Lightning refuses some settings with a `ValueError` or a `RuntimeError` of its own.
     """
     if isinstance(error, (*SETTING_ERRORS, InstantiationException)):
         return True
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+        file = str(error.filename)
+        is_the_runs = file.startswith(folder) or folder.startswith(file)
+        return is_the_runs or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
     frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
     module = str(frame.f_globals.get("__name__"))
     return isinstance(error, (ValueError, RuntimeError)) and module.startswith("lightning.")
@@ -63,7 +67,8 @@ def run_explained(job: Callable[[DictConfig], Result], config: DictConfig) -> Re
     try:
         return job(config)
     except Exception as error:
-        if not _is_about_settings(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        folder = str(OmegaConf.select(config, "paths.output_dir"))
+        if not _is_about_settings(error, folder) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         text = str(error)
         if isinstance(error, OSError) and error.errno is not None:

@@ -158,6 +158,12 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "Traceback" not in done.stderr
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    done = run_here(tmp_path, "paths.output_dir=/dev/null/run", status=2)
+    assert "The run's folder cannot be written: [Errno 20] Not a directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
     code = """if True:
         import contextlib, sys, roundpipe_commands
