@@ -143,6 +143,8 @@ def read_hardware(config: DictConfig) -> HardwareSpec | None:
         return load_hardware(config.hardware_file)
     name = choice("hardware")
     figures: Any = OmegaConf.to_container(config.hardware, resolve=True)
+    if figures.get("devices", "auto") is None:  # `mixed`, of which nothing is said
+        figures["devices"] = {}
     if "device_name" not in figures and not isinstance(figures.get("devices"), dict):
         return None
     for key in ("host_memory", "device_memory"):

@@ -479,6 +479,8 @@ def test_another_hub_name_alone_means_its_weights(tmp_path: Path) -> None:
         ("hardware=rtx4090x8", "has no accelerators. Train with hardware=auto"),
         ("hardware.host_memory=lots", "such as hardware.host_memory=600GiB"),
         ("hardware=rtx4090x2 trainer.accelerator=cpu", "drop one of the two"),
+        ("hardware=mixed", "devices names none: give the number of each"),
+        ("hardware=rtx4090 hardware.reserved_bytes=30000000000", "leaves nothing of device_bytes"),
         ("hardware_file=rtx409x8", "The nearest are rtx4090"),
         ("hardware_file=mine.yaml", "mine.yaml: devices_per_root"),
         ("model.hub_name=empty", "holds no weights"),

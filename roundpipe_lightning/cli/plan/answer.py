@@ -364,7 +364,8 @@ def _more_hosts(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
         keys = {"trainer.num_nodes": num, "data.batch_size": size}
         if rest or (job.num_microbatches or 1) > size:
             continue
-        if fits_memory(seen(job.with_changes(keys))):
+        its = job.with_changes(keys)
+        if fits_memory(its.first_job()) and fits_memory(seen(its)):
             cost = f"the same results but for rounding, on {num} such hosts"
             yield Price.HOST_MEMORY, f"nodes={num} data.batch_size={size}", keys, cost
             return

@@ -362,6 +362,11 @@ def hardware_from_mapping(
             f"devices_per_root={spec.devices_per_root}, but there are {spec.num_devices} devices: "
             "correct one of the two."
         )
+    if spec.reserved_bytes >= spec.device_bytes and not spec.shares_host_memory:
+        raise HardwareError(
+            f"reserved_bytes={spec.reserved_bytes} leaves nothing of device_bytes="
+            f"{spec.device_bytes}: correct one of the two."
+        )
     return spec
 
 

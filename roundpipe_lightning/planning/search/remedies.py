@@ -91,10 +91,11 @@ def other_machines(job: TrainingJob) -> Iterator[tuple[Price, HardwareSpec]]:
         replace(load_hardware(f"{name}x{machine.num_devices}"), num_nodes=machine.num_nodes)
         for name in device_names()
     )
-    for spec in sorted(named, key=lambda spec: spec.device_bytes):
-        if spec.device_bytes > machine.device_bytes and fits_memory(replace(job, hardware=spec)):
-            yield Price.MACHINE, spec
-            return
+    by_size = sorted(named, key=lambda spec: spec.device_bytes)
+    if fits_memory(replace(job, hardware=by_size[-1])):  # what the largest cannot hold none can
+        larger = (spec for spec in by_size if spec.device_bytes > machine.device_bytes)
+        fitting = (spec for spec in larger if fits_memory(replace(job, hardware=spec)))
+        yield from ((Price.MACHINE, spec) for spec in itertools.islice(fitting, 1))
 
 
 # --- what the user of a strategy can change -------------------------------------------------------
