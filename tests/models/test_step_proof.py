@@ -203,6 +203,10 @@ def test_not_proven(step: Callable[[Batch], Tensor], reason: str) -> None:
     ("leave", "reason"),
     [
         (lambda x, total: x.square().sum(), "beside its output"),
+        (
+            lambda x, total: (x * SCALE).register_hook(print) and x.sum(),
+            "in a block.*compares rows",
+        ),
         (lambda x, total: x.cumsum(1).cumsum(-1).cumsum(0), r"counts along the rows \(cumsum\)"),
         (lambda x, total: total.add_(x.square().sum()), r"stay apart \(block\)"),
     ],
@@ -231,3 +235,13 @@ def test_blocks_may_multiply_by_groups_in_any_dtype() -> None:
         return product(given["x"]).mean(), []
 
     assert prove_step(batch={"x": torch.zeros(6, 8)}, run=run) is LossKind.ROWS
+
+
+def test_gradients_of_a_block_s_own_are_those_of_a_microbatch() -> None:
+    apply: Any = Normalised.apply
+
+    def run(given: dict[str, Tensor], around: Callable[..., Any]) -> Any:
+        return around(apply)(given["x"] * SCALE).mean(), []
+
+    with pytest.raises(Unproven, match=r"own \(Normalised\) in a block.* set num_microbatches=1"):
+        prove_step(batch={"x": torch.zeros(6, 8)}, run=run)

@@ -325,7 +325,7 @@ def _is_of_user(value: Any) -> bool:
     path = getattr(getattr(value, "__code__", None), "co_filename", None)
     if isinstance(value, types.ModuleType):
         path = getattr(value, "__file__", None)
-    return isinstance(path, str) and not path.startswith(_INSTALLED)
+    return isinstance(path, str) and not (path.startswith(_INSTALLED) or "-packages" in path)
 
 
 def _user_code_of(

@@ -38,6 +38,12 @@ _PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "roundpipe_lightni
 _MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 
 
+_IN_BLOCK = (
+    " in a block, which in either mode is that of one microbatch: where it compares rows, set "
+    "num_microbatches=1"
+)
+
+
 class LossKind(Enum):
     """What the loss of a batch is of the losses of its microbatches."""
 
@@ -106,15 +112,17 @@ class _Run:
 
 
 class _Numbers(TorchFunctionMode):
-    """Notes the numbers that tensors without values are made of."""
+    """Notes the numbers that tensors without values are made of, and refuses hooks."""
 
-    def __init__(self, ops: list[_Op]) -> None:
+    def __init__(self, ops: list[_Op], tracer: _Tracer) -> None:
         super().__init__()
         self._ops = ops
+        self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.register_hook:
-            raise Unproven("a hook sees the gradient of a tensor")
+            whose = _IN_BLOCK if self._tracer.is_paused else ""
+            raise Unproven(f"a hook sees the gradient of a tensor{whose}")
         result = func(*args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor):
             data = args[func is Tensor.new_tensor :] or tuple((kwargs or {}).values())
@@ -128,7 +136,7 @@ class _Tracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._ops, self._hidden = run.ops, run.hidden
         self._num_rows = num_rows
-        self._is_paused = False
+        self.is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -137,7 +145,7 @@ class _Tracer(TorchDispatchMode):
                 raise Unproven("it reads the value of a tensor")
             return False  # whether a mask leaves all: the same is computed if not
         result = without_values(func, args, kwargs)
-        if self._is_paused:
+        if self.is_paused:
             self._hidden += _tensors(result)
             # Experts with a capacity count who comes first. Small numbers are other sizes, too.
             is_count = func.overloadpacket is torch.ops.aten.cumsum and self._num_rows in _NUM_ROWS
@@ -169,12 +177,13 @@ class _Tracer(TorchDispatchMode):
         def call(*args: Any, **kwargs: Any) -> Any:
             taken = _tensors((args, kwargs))
             versions = [tensor._version for tensor in taken]
-            before, self._is_paused = self._is_paused, True
+            before, self.is_paused = self.is_paused, True
             try:
                 result = forward(*args, **kwargs)
             finally:
-                self._is_paused = before
+                self.is_paused = before
             if not before:
+                _check_gradients(_tensors(result), beyond=taken, whose=_IN_BLOCK)
                 written = [t for t, v in zip(taken, versions, strict=True) if t._version != v]
                 self._ops.append(
                     _Op(name="block", taken=taken, made=_tensors(result), written=written)
@@ -236,7 +245,7 @@ def _run(batch: Any, num_rows: int, run: Callable[..., Any]) -> _Run:
     given = map_tensors(sized, batch)
     made = _Run(inputs=list(tensors_in(given)))
     tracer = _Tracer(made, num_rows)
-    with tracer, _Numbers(made.ops):
+    with tracer, _Numbers(made.ops, tracer):
         loss, logged = run(given, tracer.around)
     made.loss, made.logged = loss, logged
     return made
@@ -265,7 +274,7 @@ class _Proof:
             self._follow(mine, theirs)
         if not isinstance(one.loss, Tensor):
             raise Unproven("it returns no loss")
-        _check_gradients(one.loss)
+        _check_gradients([one.loss])
         state = self._states.get(id(one.loss))
         if not isinstance(state, _Reduced):
             raise Unproven(_reason(state))
@@ -426,12 +435,15 @@ class _Proof:
 _SUM = _Mixed("it sums over rows")
 
 
-def _check_gradients(loss: Tensor) -> None:
+def _check_gradients(
+    made: Sequence[Tensor], *, beyond: Sequence[Tensor] = (), whose: str = ""
+) -> None:
     """Refuse gradients that code of the user's makes: it may look at those of all rows."""
-    pending, seen = [loss.grad_fn], set[Any]()
+    pending = [tensor.grad_fn for tensor in made]
+    seen: set[Any] = {None, *(tensor.grad_fn for tensor in beyond)}
     while pending:
-        node = pending.pop()
-        if node is None or node in seen:
+        node: Any = pending.pop()
+        if node in seen:
             continue
         seen.add(node)
         pending += [following for following, _ in node.next_functions]
@@ -439,7 +451,7 @@ def _check_gradients(loss: Tensor) -> None:
         if function is BackwardHookFunction:
             raise Unproven("a hook sees the gradients of a module")
         if function.__module__.partition(".")[0] not in _PACKAGES:
-            raise Unproven(f"it has gradients of its own ({function.__name__})")
+            raise Unproven(f"it has gradients of its own ({function.__name__}){whose}")
 
 
 def _memory(tensor: Tensor) -> int:
