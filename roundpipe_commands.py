@@ -112,7 +112,7 @@ def _launch(name: str) -> None:
                 "status": EXIT_ERROR,
             }
         )
-        result = _module(_MODULES.get(name, name)).run(config)
+        result = _module(f"cli.{_MODULES.get(name, name)}").run(config)
         jobs[-1]["status"] = result if isinstance(result, int) else 0
         return None if isinstance(result, int) else result
 
@@ -174,7 +174,7 @@ def chat(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
     options = parser.parse_args(arguments)
-    status: int = _module("checkpoints").talk(options)
+    status: int = _module("cli.checkpoints").talk(options)
     return status
 
 
@@ -194,7 +194,7 @@ def merge(arguments: Sequence[str] | None = None) -> int:
         help="also read objects other than tensors, numbers and text: reading them may run code",
     )
     options = parser.parse_args(arguments)
-    from roundpipe_lightning.checkpoint.io import merge_checkpoint
+    merge_checkpoint = _module("checkpoint.io").merge_checkpoint
     from roundpipe_lightning.errors import CheckpointError
 
     try:
@@ -206,11 +206,11 @@ def merge(arguments: Sequence[str] | None = None) -> int:
 
 
 def _module(name: str) -> Any:
-    """A module of `roundpipe_lightning.cli`.
+    """A module of `roundpipe_lightning`.
 
     It is imported without garbage collection, which is a fifth of the time: all of it stays.
     """
-    name = f"roundpipe_lightning.cli.{name}"
+    name = f"roundpipe_lightning.{name}"
     if name in sys.modules:
         return sys.modules[name]
     gc.disable()
