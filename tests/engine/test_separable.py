@@ -1,3 +1,4 @@
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from roundpipe_lightning.engine.update.partial_step import (
     has_hooks,
     reason_not_separable,
 )
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim.adamw import HostAdamW
 
 
@@ -42,6 +44,16 @@ class StateFromTheStart(Lion):
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["average"] = torch.full_like(p, 0.25)
+
+
+class CountsInGroup(Lion):
+    """Its rate follows from a count of steps in its groups, which is there from the first step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] *= 0.5 ** group["count"]
+        return super().step(closure)
 
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
@@ -82,6 +94,7 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "HostAdamW with 8 bits": lambda p: HostAdamW(p, moments="8bit"),
     "Lion": Lion,
     "state from the start": StateFromTheStart,
+    "counts in its groups": CountsInGroup,
 }
 
 
@@ -109,6 +122,7 @@ def test_parts_give_the_bits_of_the_whole(name: str) -> None:
             ours[1].grad = theirs[1].grad = None
         whole.step()
         captured = CapturedStep(divided)
+        captured.count()
         for optimizer in (divided, whole):  # what a scheduler does right after
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * 0.5
@@ -116,8 +130,14 @@ def test_parts_give_the_bits_of_the_whole(name: str) -> None:
             one.grad = None
         captured.run([ours[2], ours[0]])
         captured.run([ours[1], *ours[3:]])
+    captured.count()  # was counted
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
+    options = [
+        [{**group, "params": ()} for group in optimizer.param_groups]
+        for optimizer in (divided, whole)
+    ]
+    assert options[0] == options[1]
     torch.testing.assert_close(
         divided.state_dict()["state"], whole.state_dict()["state"], rtol=0, atol=0
     )
@@ -146,6 +166,20 @@ def test_names_of_parameters_go_with_them() -> None:
     assert seen == [["p1", "p3"]]
 
 
+def test_options_that_follow_from_parameters_in_later_steps_end_the_training() -> None:
+    members = parameters(flat=True)
+    optimizer = _SumsLater(members)
+    assert reason_not_separable(optimizer) is None
+    for number in range(4):
+        for parameter in members:
+            parameter.grad = torch.ones_like(parameter)
+        captured = CapturedStep(optimizer)
+        captured.count()
+        late = pytest.raises(ConfigurationError, match="must be stepped as a whole")
+        with late if number == 3 else contextlib.nullcontext():
+            captured.run(members[:2])
+
+
 class _Counts(Lion):
     def step(self, closure: Any = None) -> Any:
         self.count = getattr(self, "count", 0) + 1
@@ -160,20 +194,28 @@ class _CountsInClass(Lion):
         return super().step(closure)
 
 
-class _CountsInGroup(Lion):
+class _SumsInGroup(Lion):
+    begins = 0
+
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
+            if group["count"] > self.begins:
+                group["sum"] = sum(float(p.grad.sum()) for p in group["params"])
         return super().step(closure)
+
+
+class _SumsLater(_SumsInGroup):
+    begins = 3
 
 
 class _ScalesByAllNorms(Lion):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         every = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in every]).norm()
+        squares = sum(float(p.grad.square().sum()) for p in every)
         for p in every:
-            p.sub_(p.grad / norm)
+            p.sub_(p.grad / squares**0.5)
 
 
 class _Noise(Lion):
@@ -206,7 +248,7 @@ class _Fails(Lion):
     [
         (_Counts, "attributes of the optimizer"),
         (_CountsInClass, "attributes of its class"),
-        (_CountsInGroup, "options of its groups"),
+        (_SumsInGroup, "options of its groups"),
         (_ScalesByAllNorms, "depends on other parameters"),
         (_Noise, "draws random numbers"),
         (_GlobalState, "belong to no parameter"),

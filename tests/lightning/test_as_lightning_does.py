@@ -119,7 +119,7 @@ def test_optimizers_that_evaluate_the_loss_themselves(tmp_path: Path, make_optim
 
 
 class _Drawing(torch.optim.Optimizer):
-    """Its state begins with random numbers, and it steps only when told that it trains."""
+    """Begins with random numbers, counts beside its parameters' states, steps in a mode alone."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -132,6 +132,7 @@ class _Drawing(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         assert self.is_training
+        self.state["number"] = self.state.get("number", 0) + 1  # type: ignore[index,call-overload]
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]

@@ -751,6 +751,19 @@ class _Whole(Sum):
     kind = _Counts
 
 
+class _CountsInGroup(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step()
+        return loss
+
+
+class _InParts(Sum):
+    kind = _CountsInGroup
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "window"),
     [
@@ -758,6 +771,8 @@ class _Whole(Sum):
         (Sum, Overlapping, 2),
         (_Whole, EmulatedStrategy, 2),
         (_Whole, Overlapping, 1),
+        (_InParts, EmulatedStrategy, 1),
+        (_InParts, Overlapping, 2),
     ],
 )
 @pytest.mark.parametrize(("update", "staleness"), [("exact", 0), ("async", 1)])
@@ -783,6 +798,8 @@ def test_staleness_by_hand(
     assert module.history == by_hand(staleness, window=window)
     assert module.history not in (by_hand(1 - staleness, window=window), by_hand(2, window=window))
     assert module.evaluated == module.history[-1]  # the newest
+    (group,) = trainer.optimizers[0].param_groups
+    assert group.get("count") == (trainer.global_step if make is _InParts else None)
 
 
 def vectors(num_batches: int = 4) -> Any:

@@ -13,11 +13,11 @@ it does to a parameter is, to the bit, what the whole step does, for every optim
 each parameter by itself.
 
 Most do: their update of a parameter follows from its values, its gradient, its state and its
-group's options. Some do not: they estimate one number from all parameters, count their steps in a
-group, or draw random numbers in the order of the parameters. The code does not show which is
-which. So both ways are tried. A small copy of the optimizer steps a few small parameters together;
-another copy steps them apart, in another order. The results must be the same to the bit, and
-nothing but the parameters and their state may have changed.
+group's options. Some do not: they estimate one number from all parameters, or draw random numbers
+in the order of the parameters. The code does not show which is which. So both ways are tried. A
+small copy of the optimizer steps a few small parameters together; another copy steps them apart, in
+another order. The results must be the same to the bit, and nothing but the parameters, their state
+and options that every step changes in the same way (a group's count of steps) may have changed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
+
+from roundpipe_lightning.errors import ConfigurationError
+
+_OPTIONS_CHANGE = "its step changes the options of its groups by what their parameters are"
+_COUNTING = WeakSet[Optimizer]()  # those whose steps were seen to change their groups' options
 
 
 class CapturedStep:
@@ -72,6 +78,33 @@ class CapturedStep:
         self.give(gradients)
         self._no_state = copy.copy(optimizer.state)
         self._no_state.clear()
+        self._step = plain_step(type(optimizer))
+        self._left = self._options_left() if is_foreign(self._step) else []
+        self._is_counted = False
+
+    def _options_left(self) -> list[dict[str, Any]]:
+        """Return the options that the step leaves; a step of no parameters leaves the same."""
+        groups = [{**_chosen(some, []), "params": []} for some in copy.deepcopy(self.options)]
+        if self.optimizer in _COUNTING:
+            self._step(self._part(groups))
+        return list(map(_shared_options, groups))
+
+    def count(self) -> None:
+        """Give the optimizer, once, the options that the step leaves: the next one begins there.
+
+        What a scheduler has changed since the capture stays.
+        """
+        if not self._is_counted:
+            groups = zip(self.optimizer.param_groups, self.options, self._left, strict=False)
+            for group, given, left in groups:
+                group.update({k: v for k, v in left.items() if not _same(v, given.get(k))})
+        self._is_counted = True
+
+    def _part(self, groups: list[dict[str, Any]]) -> Optimizer:
+        part = shallow_copy(self.optimizer)
+        part.param_groups = groups
+        part.state = copy.copy(self._no_state)
+        return part
 
     @property
     def options(self) -> Sequence[Mapping[str, Any]]:
@@ -109,13 +142,17 @@ class CapturedStep:
             aliases |= mine
         if not groups:
             return
-        part = shallow_copy(self.optimizer)
-        part.param_groups = groups
-        part.state = copy.copy(self._no_state)
-        state = self.optimizer.state
+        part, state = self._part(groups), self.optimizer.state
         part.state.update({alias: state[p] for p, alias in aliases.items() if p in state})
-        plain_step(type(self.optimizer))(part)
+        self._step(part)
         state.update({p: part.state[alias] for p, alias in aliases.items() if alias in part.state})
+        left = [self._left[index] for index in positions] if self._left else []
+        if left and not _same([*map(_shared_options, groups)], left):
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__} changes the options of its groups by what their "
+                "parameters are, which its first steps did not: it must be stepped as a whole. "
+                "Give it a hook: optimizer.register_step_pre_hook(lambda *_: None)."
+            )
 
     def _alias(self, parameter: Tensor) -> Tensor:
         values = self.values_of(parameter)
@@ -163,10 +200,14 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def _chosen(options: dict[str, Any], positions: list[int]) -> dict[str, Any]:
+def _shared_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in group.keys() - {"params", "param_names"}}
+
+
+def _chosen(options: Mapping[str, Any], positions: list[int]) -> dict[str, Any]:
     names = options.get("param_names")
     if names is None:
-        return options
+        return dict(options)
     return {**options, "param_names": [names[i] for i in positions]}
 
 
@@ -207,6 +248,8 @@ def reason_not_separable(optimizer: Optimizer) -> str | None:
             reason = _try(optimizer, drew=drew)
         changes = not _same(_class_attributes(optimizer), of_class)
         return "its step changes attributes of its class" if changes else reason
+    except ConfigurationError:
+        return _OPTIONS_CHANGE
     except Exception as error:  # noqa: BLE001 - whatever its code does not like about the trial
         return f"a trial on small tensors failed ({type(error).__name__}: {error})"
     finally:
@@ -300,23 +343,27 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 def _try(optimizer: Optimizer, *, drew: Callable[[], bool]) -> str | None:
     together, apart = _small_copy(optimizer), _small_copy(optimizer)
-    options = [_without_parameters(group) for group in copy.deepcopy(together.param_groups)]
     attributes: dict[str, Any] = {}
     for number in range(_NUM_STEPS):
         for twin in (together, apart):
             _draw_gradients(twin, seed=number)
+        given = copy.deepcopy([*map(_shared_options, together.param_groups)])
         plain_step(type(together))(together)
+        if not _same([*map(_shared_options, together.param_groups)], given):
+            _COUNTING.update((optimizer, apart))
         if number == 0:  # a change that only a first step makes is no harm
             attributes = copy.deepcopy(_attributes(together))
         captured = CapturedStep(apart)
+        captured.count()
         for parameter in reversed(list(captured.parameters)):
             captured.run([parameter])
     if drew():
         return "it draws random numbers in the order of the parameters"
     if not set(together.state) <= set(_parameters(together)):
         return "its state has entries that belong to no parameter"
-    if not _same([_without_parameters(group) for group in together.param_groups], options):
-        return "its step changes the options of its groups"
+    left = [[*map(_shared_options, twin.param_groups)] for twin in (together, apart)]
+    if not _same(*left):
+        return _OPTIONS_CHANGE
     if not _same(_attributes(together), attributes):
         return "its step changes attributes of the optimizer"
     for one, other in zip(_parameters(together), _parameters(apart), strict=True):
@@ -349,7 +396,13 @@ def _small_copy(optimizer: Optimizer) -> Optimizer:
         if "param_names" in options:
             options["param_names"] = [str(index) for index in range(len(members))]
         twin.param_groups.append({**options, "params": small})
+    begin_training(twin)
     return twin
+
+
+def begin_training(optimizer: Any) -> None:
+    """Put a schedule-free optimizer into the mode in which alone it steps."""
+    getattr(optimizer, "train", bool)()
 
 
 def _some_of_each_kind(parameters: Iterable[Tensor]) -> list[Tensor]:

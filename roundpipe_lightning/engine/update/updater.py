@@ -309,6 +309,7 @@ class Updater:
         """
         self.join()
         step = CapturedStep(optimizer, gradients={})
+        step.count()
         self._begun = BegunStep(step=step, num_before=self._num_put)
         self._store.uses_previous = False
 
@@ -358,6 +359,7 @@ class Updater:
         else:
             step, left = begun.step, [p for p in begun.step.parameters if p not in begun.taken]
             step.give({p: p.grad for p in left if p.grad is not None})
+        step.count()
         if release_gradients:
             for parameter in left:
                 parameter.grad = None
@@ -381,6 +383,7 @@ class Updater:
             step = CapturedStep(optimizer, gradients={})
             joint = self._join_hosts(hosts, step, begins_early=False, waits=True)
         joint.step.clip = clip
+        joint.step.count()
         is_new = begun is None or not begun.taken
         for number, members in enumerate(joint.members):
             if not joint.is_given(number):

@@ -14,6 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
@@ -23,7 +24,7 @@ from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_by
 from roundpipe_lightning.engine.device.probe import available_bytes, probe_hardware
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
 from roundpipe_lightning.engine.store.flat_buffers import narrow_parameters
-from roundpipe_lightning.engine.update.partial_step import trial
+from roundpipe_lightning.engine.update.partial_step import begin_training, trial
 from roundpipe_lightning.errors import ConfigurationError, HardwareError, PlanError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.optim.rounding import rounds_itself
@@ -218,7 +219,7 @@ def _state_bytes(optimizer: Optimizer, *, in_float32: bool) -> float:
         try:
             with trial(), torch.enable_grad():
                 stepped = kind([sample], **settings)
-                getattr(stepped, "train", bool)()  # without it schedule-free optimizers do not step
+                begin_training(stepped)
                 stepped.step()
         except Exception as error:  # noqa: BLE001 - whatever its code does not like about the trial
             rank_zero_warn(
@@ -226,7 +227,7 @@ def _state_bytes(optimizer: Optimizer, *, in_float32: bool) -> float:
                 f"matrix failed ({type(error).__name__}: {error})."
             )
             return 0.0
-        values = [v for state in stepped.state.values() for v in state.values()]
+        values = pytree.tree_leaves(list(stepped.state.values()))
         size = sum(v.nbytes for v in values if torch.is_tensor(v) and v.numel() > 1)
         total += size / sample.numel() * sum(parameter.numel() for parameter in trained)
     return total
