@@ -400,7 +400,8 @@ def _excuse_missing(module: nn.Module, incompatible: Any) -> None:
 
 # --- the hub -------------------------------------------------------------------------------------
 
-_ERRORS = (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError)
+_ERRORS: Any = (*HfHubHTTPError.__bases__, HFValidationError, LocalTokenNotFoundError)
+"""`OSError` and errors of the hub's HTTP client, which is another one in each of its versions."""
 
 
 def unreadable(what: str, name: str, error: Exception, *, otherwise: str) -> ModelSourceError:
@@ -458,6 +459,6 @@ def push_folder(folder: Path, name: str) -> str:
 def _explained(name: str, error: Exception) -> ModelSourceError:
     cause = next(filter(None, str(error).splitlines()), type(error).__name__)
     return ModelSourceError(
-        f"push_to_hub={name!r}: {cause} Name it user/model, and log in with a token that may write "
-        "(`hf auth login`, or HF_TOKEN)."
+        f"push_to_hub={name!r}: {cause.rstrip('.')}. Name it user/model, and log in with a token "
+        "that may write (`hf auth login`, or HF_TOKEN)."
     )
