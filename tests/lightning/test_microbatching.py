@@ -344,7 +344,9 @@ class Alternating(Regressor):
         self.is_late = batch_idx == 3
         self.settings["late"] = self.state.late = noted.late = batch_idx == 3
         type(self).is_late_class = self.trainer.is_late = batch_idx == 3  # type: ignore[attr-defined]
+        self.head.train(batch_idx != 3)
         if batch_idx == 3:
+            self.new = True
             self.mean, self.criterion = _of_pairs, OfPairs()  # type: ignore[method-assign]
         self.loss = _of_pairs if batch_idx == 3 else functional.mse_loss
 
@@ -369,6 +371,8 @@ DECISIONS: dict[str, Callable[[Alternating, int], bool]] = {
     "is_late_class": lambda module, batch_idx: type(module).is_late_class,
     "criterion": lambda module, batch_idx: isinstance(module.criterion, OfPairs),
     "mean": lambda module, batch_idx: module.mean is _of_pairs,
+    "new": lambda module, batch_idx: getattr(module, "new", False),
+    "head.training": lambda module, batch_idx: not module.head.training,
     "a Trainer": lambda module, batch_idx: module.trainer.is_late,  # type: ignore[attr-defined]
 }
 
@@ -386,7 +390,7 @@ def test_a_later_batch_with_another_loss(
     assert parameter_error(module, one) < 1e-5
     reasons = ["is proven", f"the step reads {by}, which has changed"]
     by_number = ["it decides by batch_idx or by the Trainer's epoch"]
-    expected = reasons if by == "noted" or hasattr(module, by) else by_number
+    expected = by_number if by.startswith(("a ", "the ")) else reasons
     assert len(said) == len(expected)
     assert all(reason in text for reason, text in zip(expected, said, strict=True))
 

@@ -263,7 +263,9 @@ class _Copied:
 
     def __getattribute__(self, name: str) -> Any:
         value, own = super().__getattribute__(name), super().__getattribute__("__dict__")
-        if (type(value) in _PLAIN or name in own) and not hasattr(_PLAIN_MODULE, name):
+        if name == "training" or (
+            (type(value) in _PLAIN or name in own) and not hasattr(_PLAIN_MODULE, name)
+        ):
             original = own["_copier"].original(self)
             if type(value) in _PLAIN or name in vars(original):
                 own["_copier"].read.add((original, name))
@@ -278,6 +280,8 @@ class _Copied:
             value = self.__dict__["_copier"].copy(withheld[name])
             self.__dict__[name] = value
             return getattr(self, name)
+        copier = self.__dict__["_copier"]
+        copier.read.add((copier.original(self), name))  # it may be there later
         return super().__getattr__(name)  # type: ignore[misc]  # a module's
 
 

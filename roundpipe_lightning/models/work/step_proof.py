@@ -39,8 +39,7 @@ _MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 
 
 _IN_BLOCK = (
-    " in a block, which in either mode is that of one microbatch: where it compares rows, set "
-    "num_microbatches=1"
+    " in a block, of one microbatch in either mode: where it compares rows, set num_microbatches=1"
 )
 
 

@@ -168,7 +168,7 @@ def prove(
             raise Unproven("it draws random numbers")
         inside = {child for block in blocks for child in block.modules()}
         paths = {child: path + "." * bool(path) for path, child in module.named_modules()}
-        own = vars(LightningModule()).keys()
+        own = vars(LightningModule()).keys() - {"training"}
         read = [
             paths[m] + name
             for m, name in made.read
