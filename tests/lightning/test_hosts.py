@@ -103,6 +103,22 @@ class WithMuon(Regressor):
         return torch.optim.Muon(matrices, lr=0.02)
 
 
+class Slowing(torch.optim.SGD):
+    """Changes the options of its groups in every step."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            group["lr"] *= 0.8
+        super().step()
+        return loss
+
+
+class WithSlowing(Regressor):
+    def configure_optimizers(self) -> Any:
+        return Slowing(self.parameters(), lr=0.1)
+
+
 class AtTimes(Block):
     """Has a matrix that most steps do not use: an expert that gets no token, say."""
 
@@ -145,7 +161,7 @@ def train(rank: int, num: int, folder: Path, case: Case) -> dict[str, Any]:
         module = LanguageModel(case.optimizer)
         data = DataLoader(PaddedSequences(num_samples), batch_size=size, shuffle=True)
     else:
-        kinds = {"muon": WithMuon, "adamw, at times": UsedAtTimes}
+        kinds = {"muon": WithMuon, "slowing": WithSlowing, "adamw, at times": UsedAtTimes}
         kind = kinds.get(case.optimizer, Regressor)
         module = kind(case.optimizer, num_blocks=3, dropout=case.dropout)
         data = regression_data(num_samples, batch_size=size, shuffle=True)
@@ -202,6 +218,7 @@ CASES = {
     "values clipped": Case(flags={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "dropout": Case(dropout=0.3, options={"microbatching": "step"}, num_microbatches=6),
     "muon": Case("muon"),
+    "slowing": Case("slowing"),
     "uneven": Case("adamw", flags={"gradient_clip_val": 0.1}, workers=(2, 1)),
     "uneven, dropout": Case(
         dropout=0.3, options={"microbatching": "step"}, num_microbatches=6, workers=(2, 1)
