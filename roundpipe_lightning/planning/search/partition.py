@@ -168,7 +168,8 @@ def _spread(first: int, last: int, *, count: int) -> list[int]:
 Fits = Callable[[PartitionTable], npt.NDArray[np.bool_]]
 """Mask of the partitions of a table that fit the devices' memory."""
 
-_CHILDREN = 256  # partitions of a generation
+_CHILDREN = 256  # partitions of a generation, at most
+_CHILDREN_OF_BLOCK = 16  # and for each block: few blocks have few partitions
 _PARENTS = 48  # partitions that survive one
 _PATIENCE = 30  # generations without a better partition after which the search ends
 
@@ -215,14 +216,15 @@ class PartitionSearch:
     def best(self, even: Sequence[Partition], *, count: int = 8) -> tuple[Partition, ...]:
         """Return the best partitions found from some to begin with, the best first."""
         self._add(even)
-        if self.evaluator.profile.num_blocks:
+        if num_blocks := self.evaluator.profile.num_blocks:
+            children = min(_CHILDREN, _CHILDREN_OF_BLOCK * num_blocks)
             stages = sum(partition.num_stages for partition in even) // len(even)
             generation = _CHILDREN * stages * sum(self.evaluator.rounds)
             most = min(max(4, self.effort.num_actions // generation), self.effort.num_generations)
             # Unequal workers' stages are as long as the workers are fast, and in no order.
             in_order = not (self.evaluator.pipelines or self.evaluator.profile.cuts)
             for ordered in (True, False) if in_order else (False,):
-                self._evolve(most // 2, in_order=ordered)
+                self._evolve(most // 2, children, in_order=ordered)
         return self._fitting(count)
 
     def near(self, partition: Partition, *, count: int = 64) -> tuple[Partition, ...]:
@@ -256,13 +258,13 @@ class PartitionSearch:
         ahead = {*accumulate(partition.forward), *range(num_blocks - fused, num_blocks)}
         return cuts <= ahead and cuts <= {num_blocks - n for n in accumulate(partition.backward)}
 
-    def _evolve(self, num_generations: int, *, in_order: bool) -> None:
+    def _evolve(self, num_generations: int, children: int, *, in_order: bool) -> None:
         """Replace bad partitions by variants of good ones until that stops to help."""
         best, stalled = float("inf"), 0
         for _ in range(num_generations):
             parents = self._ranked()[:_PARENTS]
             self.seconds = {parent: self.seconds[parent] for parent in parents}
-            self._add_children(parents, _CHILDREN, in_order=in_order)
+            self._add_children(parents, children, in_order=in_order)
             leader = min(self.seconds.values())
             best, stalled = (leader, 0) if leader < best else (best, stalled + 1)
             if stalled == _PATIENCE:
