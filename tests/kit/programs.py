@@ -50,4 +50,5 @@ def _own_logging() -> Iterator[None]:
                 handler.close()
         root.handlers[:] = handlers
         for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+            if logger.level != level:  # each change empties what all loggers have cached
+                logger.setLevel(level)
