@@ -11,7 +11,7 @@ import torch
 from jinja2 import TemplateError
 from typing_extensions import override
 
-from roundpipe_lightning.data.forms import Message, is_trained
+from roundpipe_lightning.data.forms import REASONING, Message, is_trained
 from roundpipe_lightning.data.records import Record
 from roundpipe_lightning.data.samples import (
     IGNORED,
@@ -27,6 +27,9 @@ from roundpipe_lightning.data.samples import (
 from roundpipe_lightning.data.text import text_sample
 from roundpipe_lightning.data.token_data import FileDataModule
 from roundpipe_lightning.errors import ConfigurationError, DataError
+
+_OTHER = "\ufdd0"
+"""A character that no text has."""
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -171,7 +174,7 @@ class ConversationEncoder:
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-        _check_calls(messages, self.tokenizer.decode(found["input_ids"]), place=place)
+        _check_written(messages, self.tokenizer.decode(found["input_ids"]), place=place)
         targets = [bool(mark) for mark in found["assistant_masks"]]
         return Sample.of(found["input_ids"], targets=targets)
 
@@ -198,7 +201,7 @@ class ConversationEncoder:
     ) -> tuple[str, list[tuple[int, int]]]:
         """A conversation as a text, and the spans in it that are learned."""
         text = self._render(messages, options, place=place)
-        _check_calls(messages, text, place=place)
+        _check_written(messages, text, place=place)
         spans = []
         for index, message in enumerate(messages):
             answers = message["role"] == "assistant"
@@ -208,19 +211,52 @@ class ConversationEncoder:
                     messages[:index], options, place=place, add_generation_prompt=answers
                 )
                 through = self._render(messages[: index + 1], options, place=place)
-                content = _text_of(message).strip()
-                span = _message_span(text, before=before, through=through, content=content)
+                if text.startswith(through) and through.startswith(before):
+                    span: Any = (len(before), len(through.rstrip()))
+                else:
+                    span = self._replaced(text, messages, index, options, place=place)
+                    if span is not None and text.startswith(before):
+                        span = (len(before), span[1])
                 if span is None:
                     raise DataError(
                         f"{place}: message {index + 1} ({message['role']}) is learned, but the "
-                        "template writes the conversation before it in another way once it is "
+                        "template writes the conversation around it in another way once it is "
                         "there, so its tokens cannot be found. Use a template with generation "
                         "marks (data.tokenizer.chat_template)."
                     )
                 if not answers:  # no answer begins with who speaks
-                    span = (max(span[0], text.find(content, span[0])), span[1])
+                    span = (max(span[0], text.find(_text_of(message).strip(), span[0])), span[1])
                 spans.append(span)
         return text, spans
+
+    def _replaced(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        index: int,
+        options: Mapping[str, Any],
+        *,
+        place: str,
+    ) -> tuple[int, int] | None:
+        """The span of a message: where the text differs if the message says something else.
+
+        Templates leave the reasoning of earlier messages out, or end the last one in another way,
+        so that no part of a conversation need be the beginning of the whole.
+        """
+        message = messages[index]
+        parts = isinstance(message.get("content"), list)
+        content: Any = [{"type": "text", "text": _OTHER}] if parts else _OTHER
+        other = {"role": message["role"], "content": content}
+        other |= {name: _OTHER for name in REASONING if name in message}
+        changed = [*messages[:index], other, *messages[index + 1 :]]
+        written = self._render(changed, options, place=place)
+        head, tail = written.partition(_OTHER)[0], written.rpartition(_OTHER)[2]
+        if not text.startswith(head) or not text[len(head) :].endswith(tail):
+            return None
+        through = self._render(changed[: index + 1], options, place=place)
+        endings = (through.rpartition(_OTHER)[2].rstrip(), *self.tokenizer.all_special_tokens)
+        ending = next((each for each in endings if tail.startswith(each)), None)
+        return None if ending is None else (len(head), len(text) - len(tail) + len(ending))
 
     def _render(
         self, messages: Sequence[Message], options: Mapping[str, Any], *, place: str, **how: Any
@@ -236,50 +272,36 @@ class ConversationEncoder:
             ) from error
 
 
-def _check_calls(messages: Sequence[Message], text: str, *, place: str) -> None:
-    """Raise a DataError if a template leaves out calls of tools: nothing would be learned."""
+def _calls(message: Message) -> list[str]:
+    """Names of the tools that a message calls."""
+    calls = message.get("tool_calls") or ()
+    return [str(call.get("function", call).get("name")) for call in calls]
+
+
+def _check_written(messages: Sequence[Message], text: str, *, place: str) -> None:
+    """Raise a DataError if a template leaves out calls of tools, or the last message's reasoning.
+
+    Reasoning of earlier messages is left out by many, as it is where the model answers.
+    """
+    way_out = "Use one that does: data.tokenizer.chat_template."
     for number, message in enumerate(messages, start=1):
-        for call in message.get("tool_calls") or ():
-            name = call.get("function", call).get("name")
-            if str(name) not in text:
+        for name in _calls(message):
+            if name not in text:
                 raise DataError(
                     f"{place}: message {number} calls the tool {name!r}, and the tokenizer's chat "
-                    "template does not write calls. Use one that does: data.tokenizer."
-                    "chat_template."
+                    f"template does not write calls. {way_out}"
                 )
+    if str(messages[-1].get(REASONING[0], "")).strip() not in text:
+        raise DataError(
+            f"{place}: message {len(messages)} has reasoning, and the tokenizer's chat template "
+            f"does not write it. {way_out} Or remove it."
+        )
 
 
 def _text_of(message: Message) -> str:
     content = message.get("content") or ""
     parts = [{"text": content}] if isinstance(content, str) else content
     return "".join(str(part.get("text", "")) for part in parts)
-
-
-def _message_span(text: str, *, before: str, through: str, content: str) -> tuple[int, int] | None:
-    """Return the span of a message in the text of a conversation.
-
-    Args:
-        text: The whole conversation.
-        before: It up to the message, with the words that make the assistant speak.
-        through: It up to and with the message. Where templates write the last message in another
-            way than earlier ones (without its reasoning, say), that is no beginning of `text`, but
-            what follows the content in it is also what ends the message in `text`.
-        content: What the assistant says.
-
-    Returns:
-        First character and the one after the last; None if it cannot be found.
-    """
-    if not text.startswith(before) or not through.startswith(before):
-        return None
-    if text.startswith(through):
-        said = through[len(before) :]
-        return len(before), len(before) + len(said.rstrip())
-    at = through.rfind(content)
-    if not content or at < len(before):
-        return None
-    ending = through[at + len(content) :].rstrip()
-    found = text.find(content + ending, len(before))
-    return None if found < 0 else (len(before), found + len(content) + len(ending))
 
 
 Judged = tuple[Sample, bool]

@@ -229,10 +229,22 @@ def _message(given: Any, number: int, place: str) -> Message:
     if _DETAIL in message:
         raise _partial_flag(_DETAIL, number, place)
     content: Any = message.get("content")
+    thoughts = [message[name] for name in REASONING if message.get(name)][:1]
     if _is_list(content):
-        parts = [_part(part, number, place) for part in content]
+        parts = []
+        for given in content:
+            kind = given.get("type") if isinstance(given, Mapping) else None
+            if kind in ("reasoning", "thinking"):
+                thoughts.append(given.get(kind, given.get("value")))
+            elif kind == "tool_call":
+                calls = _as_calls(given.get("value"), f"{place}: message {number}")
+                message["tool_calls"] = [*message.get("tool_calls", ()), *calls]
+            else:
+                parts.append(_part(given, number, place))
         sees = any(part["type"] == "image" for part in parts)
         message["content"] = content = parts if sees else "".join(p["text"] for p in parts)
+    if thoughts:
+        message |= dict.fromkeys(REASONING, "\n".join(map(str, thoughts)))
     if content is not None and not isinstance(content, (str, list)):
         raise DataError(
             f"{place}: the content of message {number} ({role}) is neither a text nor a list of "
@@ -245,6 +257,22 @@ def _message(given: Any, number: int, place: str) -> Message:
             f"{place}: message {number} ({role}) has no content. Give it one or remove it."
         )
     return message
+
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What chat templates and data sets call a message's reasoning."""
+
+
+def _as_calls(value: Any, place: str) -> list[dict[str, Any]]:
+    """Calls of tools, a JSON object or a list of them, as chat templates take them."""
+    found = _from_json(value)
+    calls = list(found) if _is_list(found) else [found]
+    for call in calls:
+        if not isinstance(call, Mapping) or "name" not in call:
+            raise DataError(
+                f"{place} has a call of a tool that is no JSON object with a 'name': {call!r}."
+            )
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _part(part: Any, number: int, place: str) -> dict[str, Any]:
@@ -391,7 +419,7 @@ def _turns(turns: Any, record: Record) -> list[Message]:
         calls = [call] if isinstance(call, Mapping) else call
         if speaker == "function_call" and _is_list(calls):
             message = {"role": "assistant", "content": ""}
-            message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+            message["tool_calls"] = _as_calls(calls, f"{record.place}: turn {number}")
         flags = {name: turn[name] for name in (*_FLAGS, _DETAIL) if name in turn}
         messages.append({**message, **flags})
     return messages
@@ -453,10 +481,13 @@ def _judged(read: Callable[[Record], Content]) -> Callable[[Record], Content]:
     return judged
 
 
-def _pair(record: Record) -> Content:
-    before = _before(record)
-    chosen, rejected = (_answered(record, before, name) for name in ("chosen", "rejected"))
-    return Content(answers=(chosen.messages, rejected.messages), tools=chosen.tools)
+def _pair(*names: str) -> Callable[[Record], Content]:
+    def pair(record: Record) -> Content:
+        before = _before(record)
+        chosen, rejected = (_answered(record, before, name) for name in names)
+        return Content(answers=(chosen.messages, rejected.messages), tools=chosen.tools)
+
+    return pair
 
 
 def _before(record: Record) -> Sequence[Any]:
@@ -511,7 +542,10 @@ _KINDS = {
 """What each kind is, and what learns from it, by name."""
 
 _FORMS: Iterable[Form] = (
-    Form("preference pairs", "pair", ("chosen", "rejected"), _pair),
+    *(
+        Form("preference pairs", "pair", names, _pair(*names))
+        for names in (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
+    ),
     *(
         Form("judged answers", "judged", (*needs, "label"), _judged(read))
         for needs, read in (

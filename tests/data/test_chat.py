@@ -29,8 +29,21 @@ REASONING = (  # the last of the assistant's messages begins with its thoughts, 
     "{{ m['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-COUNTING = (  # says how many messages there are before the first one
-    "{{ messages | length }}{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+THINKING = (  # as the hub's thinking models: earlier thoughts are left out, answers begin with them
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}"
+    "{{ '<think>\n' + (m.reasoning_content or '') + '</think>' }}{% endif %}{{ m['content'] }}"
+    "{% for call in m.tool_calls or () %}{{ '(' + call.function.name + ')' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+ENDING = (  # as gpt-oss ends the last message
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{{ '<|endoftext|>' if loop.last else '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+COUNTING = (  # says how long the messages are before the first one
+    "{{ messages | map(attribute='content') | join | length }}{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
 )
 
 
@@ -41,9 +54,10 @@ def tokenizer(template: str | None = None) -> Any:
     return made
 
 
-def predicted(template: str | None, messages: list[dict[str, Any]]) -> str:
+def predicted(template: str | None, messages: Any) -> str:
     made = tokenizer(template)
-    sample = ConversationEncoder(made, name="it")(check_messages(messages, place="p"), place="p")
+    messages = list(check_messages(messages, place="p"))
+    sample = ConversationEncoder(made, name="it")(messages, place="p")
     assert made.decode(sample.input_ids) == made.apply_chat_template(messages, tokenize=False)
     return str(made.decode(sample.labels[sample.labels != -100]))
 
@@ -54,8 +68,10 @@ def predicted(template: str | None, messages: list[dict[str, Any]]) -> str:
         (None, "yes<|im_end|>no, two<|im_end|>"),
         (WITHOUT_MARKS, "yes<|im_end|>no, two<|im_end|>"),
         (REASONING, "yes<|im_end|><think></think>no, two<|im_end|>"),
+        (THINKING, "yes<|im_end|></think>no, two<|im_end|>"),
+        (ENDING, "yes<|im_end|>no, two<|endoftext|>"),
     ],
-    ids=["marked", "by difference", "last one differs"],
+    ids=["marked", "by difference", "last one differs", "prompt differs", "end differs"],
 )
 def test_the_assistants_words_and_their_end_are_predicted(
     template: str | None, expected: str
@@ -106,6 +122,34 @@ def test_calls_of_tools_are_learned_or_refused() -> None:
     for template in (WITHOUT_MARKS, "{% generation %}a{% endgeneration %}"):
         with pytest.raises(DataError, match=r"message 2 calls the tool 'add', and .*_template\.$"):
             predicted(template, called)
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ("yes", {"reasoning_content": "hm"}),
+        ("yes", {"thinking": "hm"}),
+        ([{"type": "reasoning", "value": "hm"}, {"type": "text", "value": "yes"}], {}),
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "yes"}], {}),
+    ],
+    ids=str,
+)
+def test_reasoning_is_learned_or_refused(content: Any, field: dict[str, str]) -> None:
+    said = [MESSAGES[1], {"role": "assistant", "content": content, **field}]
+    assert predicted(THINKING, said) == "hm</think>yes<|im_end|>"
+    assert predicted(THINKING, [*said, *said]) == "yes<|im_end|>hm</think>yes<|im_end|>"
+    for template in (None, WITHOUT_MARKS):
+        with pytest.raises(DataError, match=r"message 2 has reasoning, and .* does not write it"):
+            predicted(template, said)
+
+
+def test_an_earlier_call_whose_reasoning_is_left_out_is_learned() -> None:
+    call = {"type": "tool_call", "value": '{"name": "add", "arguments": {"x": 1}}'}
+    parts = [{"type": "reasoning", "value": "hm"}, call]
+    called = [MESSAGES[1], {"role": "assistant", "content": parts}]
+    assert predicted(THINKING, called) == "hm</think>(add)<|im_end|>"
+    both = [*called, {"role": "tool", "content": "2"}, MESSAGES[2]]
+    assert predicted(THINKING, both) == "(add)<|im_end|></think>yes<|im_end|>"
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:

@@ -259,6 +259,9 @@ def test_an_answer_may_be_the_whole_conversation() -> None:
         assert content.tools == [{"a": 1}]
     repeated = {"prompt": "q", "completion": [ASKED, SAID]}
     assert forms("conversation").read(record(repeated)).messages == [ASKED, SAID]
+    factory = {f"{name}_messages": said for name, said in whole.items()}  # LLaMA-Factory's
+    content = forms("pair").read(record(factory))
+    assert content.answers == tuple(whole.values())
     later = {"prompt": [ASKED, SAID], "completion": [ASKED, {**SAID, "content": "b"}]}
     assert len(forms("conversation").read(record(later)).messages) == 4
 
@@ -317,6 +320,10 @@ def test_calls_of_tools_and_own_names_of_fields_are_read() -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             r"message 1 has an image, .* recipe=gemma3_4b/vision",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_call", "value": "x"}]}]},
+            r"message 1 has a call of a tool that is no JSON object with a 'name': 'x'",
         ),
     ],
 )

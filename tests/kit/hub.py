@@ -169,10 +169,14 @@ def hub(cache: Path, *, token: str = TOKEN) -> Iterator[Hub]:
 
 @contextmanager
 def no_hub(cache: Path) -> Iterator[None]:
-    """No network: nothing answers, and the client does not wait before it tries again."""
+    """No network: nothing answers, and the client must not wait to try again."""
     with Hub() as server:
         address = server.address
-    waits_not = SimpleNamespace(**{**vars(time), "sleep": lambda _: None})
+
+    def tries_again(seconds: float) -> None:
+        pytest.fail(f"the hub is asked again after {seconds} s")
+
+    waits_not = SimpleNamespace(**{**vars(time), "sleep": tries_again})
     with pytest.MonkeyPatch.context() as patch:
         _point_to(address, patch, cache)
         patch.setattr(_http, "time", waits_not)
