@@ -17,6 +17,7 @@ from typing import Any, Protocol, TextIO
 import fsspec  # type: ignore[import-untyped]
 
 from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.models.weight_files import reach_options
 
 _HUB_NAME = re.compile(r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<name>[\w.-]+))?(:(?P<split>[\w\[\]%:]+))?")
 _COMPRESSED = (".gz", ".bz2", ".xz")
@@ -180,7 +181,14 @@ class DatasetRecords:
     def read(self, part: str) -> Iterator[Record]:
         import datasets  # takes a second, and few need it
 
-        rows = datasets.load_dataset(self.path, split=part, **self.options)
+        settings = datasets.config
+        was_offline = settings.HF_HUB_OFFLINE
+        if "/" in self.path and reach_options(self.path):  # else it is asked for half a minute
+            settings.HF_HUB_OFFLINE = True
+        try:
+            rows = datasets.load_dataset(self.path, split=part, **self.options)
+        finally:
+            settings.HF_HUB_OFFLINE = was_offline
         for index, fields in enumerate(rows):
             yield Record(fields=fields, place=f"{self.path}, {part}, row {index}", part=part)
 
