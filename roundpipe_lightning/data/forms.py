@@ -229,22 +229,11 @@ def _message(given: Any, number: int, place: str) -> Message:
     if _DETAIL in message:
         raise _partial_flag(_DETAIL, number, place)
     content: Any = message.get("content")
-    thoughts = [message[name] for name in REASONING if message.get(name)][:1]
     if _is_list(content):
-        parts = []
-        for given in content:
-            kind = given.get("type") if isinstance(given, Mapping) else None
-            if kind in ("reasoning", "thinking"):
-                thoughts.append(given.get(kind, given.get("value")))
-            elif kind == "tool_call":
-                calls = _as_calls(given.get("value"), f"{place}: message {number}")
-                message["tool_calls"] = [*message.get("tool_calls", ()), *calls]
-            else:
-                parts.append(_part(given, number, place))
-        sees = any(part["type"] == "image" for part in parts)
-        message["content"] = content = parts if sees else "".join(p["text"] for p in parts)
-    if thoughts:
-        message |= dict.fromkeys(REASONING, "\n".join(map(str, thoughts)))
+        message["content"] = content = _join_parts(content, message, number, place)
+    thoughts = next((message[name] for name in REASONING if message.get(name)), None)
+    if thoughts is not None:
+        message |= dict.fromkeys(REASONING, thoughts)
     if content is not None and not isinstance(content, (str, list)):
         raise DataError(
             f"{place}: the content of message {number} ({role}) is neither a text nor a list of "
@@ -261,6 +250,23 @@ def _message(given: Any, number: int, place: str) -> Message:
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """What chat templates and data sets call a message's reasoning."""
+
+
+def _join_parts(content: Any, message: dict[str, Any], number: int, place: str) -> Any:
+    """A content of parts as a text, or as parts if one is an image; the others go beside it."""
+    parts = []
+    for given in content:
+        kind = given.get("type") if isinstance(given, Mapping) else None
+        if kind in REASONING:
+            said = str(given.get(kind, given.get("value")))
+            message[kind] = "\n".join([message[kind], said] if kind in message else [said])
+        elif kind == "tool_call":
+            calls = _as_calls(given.get("value"), f"{place}: message {number}")
+            message["tool_calls"] = [*message.get("tool_calls", ()), *calls]
+        else:
+            parts.append(_part(given, number, place))
+    sees = any(part["type"] == "image" for part in parts)
+    return parts if sees else "".join(part["text"] for part in parts)
 
 
 def _as_calls(value: Any, place: str) -> list[dict[str, Any]]:

@@ -43,7 +43,8 @@ ENDING = (  # as gpt-oss ends the last message
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 COUNTING = (  # says how long the messages are before the first one
-    "{{ messages | map(attribute='content') | join | length }}{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+    "{{ messages | map(attribute='content') | join | length }}"
+    "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
 )
 
 
