@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ from hydra.utils import get_object
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -44,7 +44,11 @@ from roundpipe_lightning.errors import (
 )
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion, are_large
-from roundpipe_lightning.models.work.work_profile import causal_lm_call, work_profile
+from roundpipe_lightning.models.work.work_profile import (
+    causal_lm_call,
+    parameter_work,
+    work_profile,
+)
 from roundpipe_lightning.modules import ModelSource
 from roundpipe_lightning.modules.language import CausalLanguageModule
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, network_rate
@@ -339,6 +343,7 @@ class Job:
             mapped=self.source.keeps_weights_in_files,
             accumulates=self.num_batches > 1,
             clips=bool(self.config.trainer.get("gradient_clip_val")),
+            parameter_work=self.model.parameter_work,
         )
 
     @property
@@ -526,6 +531,9 @@ class MetaModel:
     stacks: Sequence[BlockStack]
     compute_dtype: torch.dtype | None
     _works: dict[bool, WorkProfile] = field(default_factory=dict)
+    parameter_work: Callable[[nn.Module, Chain], WorkProfile] = field(
+        default_factory=lambda: cache(parameter_work)
+    )
 
     def work(self, *, fused: bool) -> WorkProfile:
         """Work of a microbatch as a function of its shape, measured when it is first asked for.

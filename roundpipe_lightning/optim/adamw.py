@@ -139,11 +139,25 @@ class HostAdamW(Optimizer):
         try:
             check_options(group)
             for parameter in group["params"]:
-                _check_parameter(parameter, self.name_of(parameter))
+                self._check_parameter(parameter)
             self._number(group["params"])
         except Exception:
             self.param_groups.pop()
             raise
+
+    def _check_parameter(self, parameter: Tensor) -> None:
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ConfigurationError(
+                f"Parameter {self.name_of(parameter)} is on {parameter.device}; HostAdamW steps "
+                "parameters in host memory. Leave the model on the CPU (RoundPipeStrategy does), "
+                "or use torch.optim.AdamW."
+            )
+        if parameter.requires_grad and parameter.dtype not in _STEPPED_DTYPES:
+            raise ConfigurationError(
+                f"Parameter {self.name_of(parameter)} is of {parameter.dtype}; HostAdamW steps "
+                "real floating point numbers of 16, 32 or 64 bits. Use torch.optim.AdamW for "
+                "others."
+            )
 
     def name_of(self, parameter: Tensor) -> str:
         """Return a parameter's name for errors: its own if the optimizer was given names."""
@@ -337,19 +351,6 @@ def _files(offload: str | None, folder: str | Path | None) -> StateFiles | None:
             "the optimizer's state."
         )
     return StateFiles(Path(folder).expanduser())
-
-
-def _check_parameter(parameter: Tensor, name: str) -> None:
-    if parameter.device.type not in ("cpu", "meta"):
-        raise ConfigurationError(
-            f"Parameter {name} is on {parameter.device}; HostAdamW steps parameters in host "
-            "memory. Leave the model on the CPU (RoundPipeStrategy does), or use torch.optim.AdamW."
-        )
-    if parameter.requires_grad and parameter.dtype not in _STEPPED_DTYPES:
-        raise ConfigurationError(
-            f"Parameter {name} is of {parameter.dtype}; HostAdamW steps real floating point "
-            "numbers of 16, 32 or 64 bits. Use torch.optim.AdamW for others."
-        )
 
 
 def _settings(group: Mapping[str, Any]) -> Settings:

@@ -448,6 +448,26 @@ def test_rounded_copies_are_a_change_where_host_or_devices_lack_memory(tmp_path:
         assert wanted.change.cost.startswith("the same results;")
 
 
+@pytest.mark.parametrize("given", [(), ("peft=lora", "trainer.strategy.upload_dtype=null")])
+def test_what_fits_is_offered_by_a_machine_that_has_just_enough(
+    tmp_path: Path, given: tuple[str, ...]
+) -> None:
+    models: dict[str, MetaModel] = {}
+    cards = ("hardware=rtx4090x2", *given)
+
+    def changes(*overrides: str) -> dict[tuple[str, ...], int]:
+        job = Job(compose_small(tmp_path, *cards, *overrides), models=models)
+        found = cheapest_changes(job, is_measured=False, count=30)
+        return {r.change.overrides: answer.memory.host.total_bytes for r, answer in found}
+
+    need = fit_training(Job(compose_small(tmp_path, *cards), models=models).first_job())
+    offered = changes(f"hardware.host_bytes={need.memory.host.total_bytes - 1}")
+    offered = {change: size for change, size in offered.items() if "hardware" not in str(change)}
+    assert len(offered) > 2
+    for change, size in [*offered.items()][::4]:
+        assert change in changes(f"hardware.host_bytes={size}")
+
+
 def test_a_pair_of_changes_or_more_hosts_leave_all_parameters_trained(tmp_path: Path) -> None:
     few = ("hardware=rtx4090x2", "hardware.host_memory=0.4MB", "partition.num_microbatches=2")
     found = cheapest_changes(Job(compose_small(tmp_path, *few)), is_measured=False)

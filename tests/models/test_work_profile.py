@@ -15,7 +15,11 @@ from roundpipe_lightning.engine.chain.chain import Link
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.work.meta_run import kinds_of
-from roundpipe_lightning.models.work.work_profile import module_fingerprint, work_profile
+from roundpipe_lightning.models.work.work_profile import (
+    causal_lm_call,
+    module_fingerprint,
+    work_profile,
+)
 from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.model.work import MicrobatchShape, Work, WorkProfile
 
@@ -440,6 +444,13 @@ def test_adapters_of_experts_are_added_to_all_of_them(model_type: str) -> None:
     experts = ["experts.gate_up_proj", "experts.down_proj"]
     model = adapted("lora", {**settings, "target_parameters": experts}, model_type=model_type)
     work = measure(model)
+    stack = find_stacks(model, None)[0]
+
+    def call(root: nn.Module, *size: int) -> Any:
+        return causal_lm_call(root.get_submodule("0"), *size)
+
+    copied = work_profile(nn.Sequential(model), stack, call=call, seq_len=128, settings={})
+    assert copied.segments == work.segments
     stacks = [p for name, p in model.named_parameters() if p.dim() == 3]
     sizes = [stack.shape for stack in stacks[:2]]
     num_adapter = sum(RANK * count * (rows + columns) for count, rows, columns in sizes)

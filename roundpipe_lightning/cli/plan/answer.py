@@ -12,11 +12,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, takewhile
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.engine.device.host_memory import check_host_memory, free_host_bytes
@@ -33,7 +34,13 @@ from roundpipe_lightning.planning.search.fit import (
     memory_shortage,
 )
 from roundpipe_lightning.planning.search.partition import QUICK
-from roundpipe_lightning.planning.search.remedies import Price, Remedy, other_machines, verified
+from roundpipe_lightning.planning.search.remedies import (
+    Price,
+    Remedy,
+    at_least,
+    other_machines,
+    verified,
+)
 
 _LONGEST = 2**22
 """Tokens of a sequence at which the search for the longest one stops."""
@@ -145,7 +152,7 @@ def cheapest_changes(
     missing = count - len(found)
     if missing or not any(remedy.price < Price.TRAINABLE for remedy, _ in found):
         most = Price.MACHINE if missing else Price.DISK
-        pairs = _pairs(singles, alone=found, is_measured=is_measured, most=most)
+        pairs = _pairs(job, singles, alone=found, is_measured=is_measured, most=most)
         found += verified(pairs, count=missing or 1)
     return sorted(found, key=lambda pair: pair[0].price)[:count]
 
@@ -171,6 +178,7 @@ def change_text(
 
 
 def _pairs(
+    job: Job,
     singles: Sequence[Remedy[Change]],
     *,
     alone: Sequence[tuple[Remedy[Change], FitAnswer]],
@@ -179,6 +187,8 @@ def _pairs(
 ) -> list[Remedy[Change]]:
     """Put two changes of a price up to `most` together, neither of which is enough alone."""
     known = {remedy.change.overrides for remedy, _ in alone}
+    adapted = [remedy.change for remedy in singles if remedy.price is Price.TRAINABLE]
+    hopeless = {each.overrides for each in adapted if not _may_fit(each.make(), before=job)}
     found: dict[frozenset[str], Remedy[Change]] = {}
     for first in singles:
         if first.change.overrides in known or first.price >= min(most, Price.HOST_MEMORY):
@@ -192,6 +202,7 @@ def _pairs(
                 if (
                     second.price >= first.price
                     and change.overrides not in known
+                    and not (second.price > first.price and change.overrides in hopeless)
                     and len(names) == len(overrides)
                 ):
                     where = re.sub("^the same results( but for rounding)?, ", "", change.cost)
@@ -208,15 +219,18 @@ def _changes(job: Job, *, is_measured: bool) -> Iterator[Remedy[Change]]:
     def seen(job: Job) -> TrainingJob:
         return job.training(job.microbatch_counts()[0]) if is_measured else job.first_job()
 
-    def hopeful(job: Job) -> TrainingJob:
-        if is_measured and not fits_memory(job.first_job()):  # measuring takes seconds
-            raise FitError("Its parameters alone do not fit.")
-        return seen(job)
+    may_fit = cache(partial(_may_fit, job, before=job))
+
+    def hopeful(price: Price, make: Callable[[], Job]) -> TrainingJob:
+        is_coarser = price < Price.TRAINABLE and not may_fit()
+        if is_coarser or (is_measured and not fits_memory(make().first_job())):
+            raise FitError("Its parameters alone do not fit.")  # the rest takes seconds to measure
+        return seen(make())
 
     def remedy(price: Price, overrides: str, changes: Mapping[str, Any], cost: str) -> Any:
-        make = partial(job.with_changes, changes)
+        make = cache(partial(job.with_changes, changes))
         change = Change(overrides=tuple(overrides.split()), cost=cost, make=make)
-        return Remedy(change=change, price=price, job=lambda: hopeful(make()))
+        return Remedy(change=change, price=price, job=partial(hopeful, price, make))
 
     rows: Iterator[_Row] = chain(
         _free_changes(job) if is_measured else (),
@@ -230,6 +244,22 @@ def _changes(job: Job, *, is_measured: bool) -> Iterator[Remedy[Change]]:
         _larger_machines(job, seen),
     )
     yield from (remedy(*row) for row in rows)
+
+
+def _may_fit(job: Job, *, before: Job) -> bool:
+    """Whether a job may fit with coarser numbers and slower storage, as `before` offers them."""
+    width, codes = 2 / before.precision.master_dtype.itemsize, 1.0
+    if before.is_adapted:
+        keeps_place = before.source.keeps_weights_in_files or not before.source.is_pretrained
+        width = codes = width / 4 if keeps_place else 0.0
+
+    def share(block: nn.Module) -> float:
+        sizes = [(t.nbytes, t.is_floating_point()) for t in (*block.parameters(), *block.buffers())]
+        kept = sum(size * (width if is_number else codes) for size, is_number in sizes)
+        return kept / max(1, sum(size for size, _ in sizes))
+
+    least = min((share(block) for stack in job.model.stacks for block in stack.blocks), default=0.0)
+    return fits_memory(at_least(job.first_job(), share=least))
 
 
 _Row = tuple[Price, str, Mapping[str, Any], str]
@@ -359,7 +389,7 @@ def _less_of_the_state(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator
 
 def _more_hosts(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
     """The fewest hosts that fit: each keeps a part of what is stored of every parameter."""
-    for times in (2, 4):
+    for times in (2, 4) if fits_memory(at_least(job.first_job())) else ():
         num, (size, rest) = times * job.num_nodes, divmod(job.batch_size, times)
         keys = {"trainer.num_nodes": num, "data.batch_size": size}
         if rest or (job.num_microbatches or 1) > size:

@@ -273,6 +273,12 @@ class _Copied:
             value = own[name] = own["_copier"].copy(value)  # of the class
         return value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":  # peft gives it another one while adapters of a parameter are added
+            object.__dict__["__class__"].__set__(self, class_like(value, (_Copied, value)))
+        else:
+            super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         # Called only where the instance and its class have no such attribute.
         withheld = self.__dict__["_withheld"]

@@ -57,12 +57,14 @@ def measure_run(
     seq_len: int,
     *,
     kinds: Sequence[int],
+    outside: tuple[Sequence[nn.Module], Sequence[Tensor]],
 ) -> tuple[list[SegmentCost], set[nn.Module]]:
     """Run the user's code once; blocks are measured by themselves, alike ones once.
 
     Args:
         chain: Its blocks. Without any everything is the tail.
         kinds: `kinds_of` them.
+        outside: `outside_of` them.
 
     Returns:
         The costs of the head, every block, and the tail, in this order; and the modules, blocks'
@@ -73,16 +75,12 @@ def measure_run(
     """
     meter = Meter()
     blocks = [link.block for link in chain.links]
-    trained = [p for p in module.parameters() if p.requires_grad]
-    inner = {p for block in blocks for p in block.parameters()}
     recorder = _Recorder(
         meter=meter,
         ends={index for index in range(len(blocks)) if chain.ends_pass(index)},
-        outside=[p for p in trained if p not in inner],
+        outside=outside[1],
     )
-    inside = {inner for block in blocks for inner in block.modules()}
-    outside = [child for child in module.modules() if child not in inside]
-    hooks = [child.register_forward_hook(recorder.after_module) for child in outside]
+    hooks = [child.register_forward_hook(recorder.after_module) for child in outside[0]]
     collects = gc.isenabled()
     gc.disable()  # a circle of references that ends later would be missed in what a block keeps
     try:
@@ -110,6 +108,19 @@ def measure_run(
         recorder.blocks.get(index, SegmentCost()) for index in range(len(blocks))
     ]
     return [recorder.head, *of_blocks, recorder.tail], recorder.head_modules
+
+
+def outside_of(
+    module: nn.Module, chain: Chain
+) -> tuple[Sequence[nn.Module], Sequence[nn.Parameter]]:
+    """Return the modules and the trained parameters that no block of a chain has."""
+    blocks = [link.block for link in chain.links]
+    inner = {p for block in blocks for p in block.parameters()}
+    inside = {child for block in blocks for child in block.modules()}
+    return (
+        [child for child in module.modules() if child not in inside],
+        [p for p in module.parameters() if p.requires_grad and p not in inner],
+    )
 
 
 class _Recorder:

@@ -41,6 +41,7 @@ from roundpipe_lightning.models.work.meta_run import (
     SegmentCost,
     kinds_of,
     measure_run,
+    outside_of,
 )
 from roundpipe_lightning.models.work.meter import Count, transformers_attention
 from roundpipe_lightning.planning.model.profile import fingerprint
@@ -100,10 +101,14 @@ def work_profile(
 
     def three_runs(seq_len: int) -> list[tuple[list[SegmentCost], set[nn.Module]]]:
         shapes = ((1, seq_len), (1, 2 * seq_len), (2, seq_len))
-        return [measure_run(run_module, run_chain, run, *shape, kinds=kinds) for shape in shapes]
+        return [
+            measure_run(run_module, run_chain, run, *shape, kinds=kinds, outside=outside)
+            for shape in shapes
+        ]
 
     fused = True
     with _gradients(run_module):
+        outside = outside_of(run_module, run_chain)
         try:
             with _attention(run_module):
                 runs = three_runs(seq_len)
@@ -174,7 +179,15 @@ def step_profile(
 
     with _gradients(copy.module), alone():
         kinds = kinds_of(meta_chain.links)
-        costs, in_head = measure_run(copy.module, meta_chain, loss_of_step, 1, 1, kinds=kinds)
+        costs, in_head = measure_run(
+            copy.module,
+            meta_chain,
+            loss_of_step,
+            1,
+            1,
+            kinds=kinds,
+            outside=outside_of(copy.module, meta_chain),
+        )
     if copy.reason_not_copied is not None:  # and the user's code went on without it
         raise ConfigurationError(f"Something could not be copied: {copy.reason_not_copied}.")
     head_modules = {copy.original(child) for child in in_head}

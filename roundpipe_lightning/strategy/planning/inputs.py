@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -180,7 +180,7 @@ def storage_of(
     if keeps_previous:
         state += sum(p.numel() * (2 if p in masters else p.itemsize) for p in trained)
     hosted = (o for o in optimizers if isinstance(o, HostAdamW))
-    on_disk = sum(p.numel() * o.state_place.disk_bytes for o in hosted for p in _trained_by(o))
+    on_disk = sum(o.state_place.disk_bytes * sum(map(Tensor.numel, _trained_by(o))) for o in hosted)
     return ParameterStorage(
         weights=WeightStorage.MEMORY_MAPPED if mapped else WeightStorage.PAGE_LOCKED,
         master_bytes=sum(p.nbytes for p in masters) / num if num else 0.0,

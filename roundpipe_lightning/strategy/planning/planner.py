@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
@@ -28,7 +29,7 @@ from roundpipe_lightning.models.work.work_profile import parameter_work
 from roundpipe_lightning.planning.cost.costs import UpdateTiming
 from roundpipe_lightning.planning.cost.memory import longest_that_fits
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.model.work import MicrobatchShape
+from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
 from roundpipe_lightning.planning.report.description import count_text
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Timeline
@@ -84,6 +85,7 @@ class StepPlanner:
         mapped: Whether frozen weights stay in their files, where the parameters do not say so.
         num_nodes: Hosts; None: as the machine says.
         accumulates, clips: As of `TrainingJob`.
+        parameter_work: The function, or one that remembers what it has returned.
 
     Attributes:
         chain: The calls that are planned for: each stack once, then what a step has called.
@@ -108,6 +110,7 @@ class StepPlanner:
         num_nodes: int | None = None,
         accumulates: bool = False,
         clips: bool = False,
+        parameter_work: Callable[[nn.Module, Chain], WorkProfile] = parameter_work,
     ) -> None:
         self._module = module
         self._stack = stacks[0] if stacks else None
@@ -142,6 +145,7 @@ class StepPlanner:
         behind = options.update == "async"
         self._timing = UpdateTiming.BEHIND_NEXT_STEP if behind else UpdateTiming.AFTER_STEP
         self._first_chain = self.chain = first_chain(stacks, given_plan)
+        self._work_of = parameter_work
         self._parameter_work = parameter_work(module, self.chain)
         self._planned: list[Planned] = []
         # A dry run would take batches.
@@ -198,7 +202,7 @@ class StepPlanner:
                 self.chain = chain  # it knows, too, which of the calls are without gradients
             return False
         self.chain = chain
-        self._parameter_work = parameter_work(self._module, chain)
+        self._parameter_work = self._work_of(self._module, chain)
         self.profile = self.first_job().profile
         self._planned.clear()
         return True
