@@ -123,10 +123,14 @@ def test_a_step_leaves_nothing(server: str) -> None:
 
 
 @servers
+@pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("backward", [True, False])
-def test_memory_does_not_grow(server: str, backward: bool) -> None:
+def test_memory_does_not_grow(server: str, joined: bool, backward: bool) -> None:
     module = Watched()
     batches = regression_batches(3)
+    if joined:
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        batches = [(x, y)]
     counts = []
     with (
         engine_for(module, num_workers=3, num_microbatches=3, devices=SERVERS[server](3)) as engine,
@@ -136,7 +140,8 @@ def test_memory_does_not_grow(server: str, backward: bool) -> None:
             engine.begin_step(
                 batches,
                 lambda view, batch, index: view.training_step(batch, 0),
-                loss_scales=[1.0] * 3,
+                loss_scales=[1.0] * len(batches),
+                joined=joined,
                 backward=backward,
             ).result()
             module.notes.clear()

@@ -272,9 +272,10 @@ class DriverBackward(BackwardPass):
         if turns.is_last:
             turns.end_last()
             # The last one waits in its last turn, whose worker the driver uses.
-            board.post(lambda piece: piece.backward.end(holds=piece.index + 1 == board.num_pieces))
+            last = board.num_pieces - 1
+            board.post(lambda piece: piece.backward.end(holds=piece.index == last))
             board.await_all()
-            turns.borrow(board.forwards[board.num_pieces - 1].turns)
+            turns.borrow(board.forwards[last].turns)
         else:
             turns.leave()
             board.await_all()

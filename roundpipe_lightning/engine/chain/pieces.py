@@ -484,4 +484,6 @@ class DriverForward(ForwardPass):
         self.slices.clear()
         self._left.clear()
         self._sources.clear()
+        self.board.forwards.clear()
+        del self.turns.on_leave
         super().close()
