@@ -82,6 +82,18 @@ def test_values_and_strides_arrive(places: list[Place], form: str, *, keeps: boo
     assert torch.equal(boundary.on(None), tensor)
 
 
+def test_the_host_reads_a_boundary_when_it_has_landed() -> None:
+    module, values = nn.ModuleList([nn.Linear(2, 2)]), torch.arange(8.0)
+    with EmulatedServer(1, timing=EmulatedTiming(copy_seconds=0.02), poison=True) as server:
+        (device,) = server.devices
+        transfers = Transfers(
+            HostStore(module, list(module)), devices=[device], names={module[0]: "0"}
+        )
+        boundary = BoundaryTensor(tag(values, device.name), Place(device, transfers.transfers[0]))
+        assert torch.equal(boundary.on(None), values)
+        transfers.close()
+
+
 def test_what_its_maker_takes_again_does_not_move(places: list[Place]) -> None:
     first, second = places
     boundary = BoundaryTensor(tag(torch.ones(1000), first.device.name), first, keeps=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.emulation.race_checker import ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedDevice, EmulatedServer
 from roundpipe_lightning.emulation.tagged_tensor import untag
+from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import Step, StepResult, StepsInFlight
@@ -126,6 +127,16 @@ def test_a_batch_begins_before_the_backward_pass_of_the_last_one_ends(*, emulate
     for ours, its in zip(found, wanted, strict=True):
         assert_same(ours, its)
         assert len(ours.timeline.entries) == len(its.timeline.entries)
+
+
+def test_outputs_have_landed_when_they_are_returned() -> None:
+    module, plan = module_and_plan()
+    with (
+        EmulatedServer(NUM_WORKERS, timing=EmulatedTiming(copy_seconds=0.02)) as server,
+        engine_of(module, layers_of(module), plan, devices=server.devices) as engine,
+    ):
+        wanted = begin(engine, 0).result().losses
+        assert begin(engine, 0).outputs().losses == wanted
 
 
 def test_the_first_batch_of_an_engine_is_waited_for() -> None:

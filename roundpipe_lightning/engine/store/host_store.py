@@ -279,13 +279,14 @@ class HostStore:
     def rewrite(self, parameter: nn.Parameter, values: Tensor) -> bool:
         """Write values into a parameter while a step runs, for all that is uploaded from now on.
 
+        The step has read the parameter, so its update has ended.
+
         Returns:
             Whether that was done; not where the step computes with other values than it has.
         """
         served = self._served.get(parameter)
         if served is not None and parameter.requires_grad:
             return False
-        self._await_updates([parameter])
         with torch.no_grad(), self.versions.writing():
             parameter.copy_(values)
             if served is not None:  # the optimizer is at others of its buffer
@@ -354,14 +355,15 @@ class HostStore:
         """
         self.check_unwritten(block)
         self.await_updated(block)
+        if device.shares_host_memory:
+            served = self._served
+            return {
+                p: served[p].detach().to(p.dtype) if p in served else p.detach()
+                for p in self._of_block[block]
+            }
         values: dict[nn.Parameter, Tensor] = {}
         with self.versions.reading(device) as reads_previous:
             previous = self.previous if reads_previous else {}
-            if device.shares_host_memory:
-                return {
-                    p: previous[p].detach().to(p.dtype) if p in previous else p.detach()
-                    for p in self._of_block[block]
-                }
             for flat in self._blocks[block].buffers:
                 members = flat.present_members()
                 if members:
