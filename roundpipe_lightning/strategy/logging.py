@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from numbers import Number
 from typing import Any, NoReturn, TypeAlias
-from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
@@ -66,8 +65,13 @@ def logged_from(
             before_read()
         return type(results).metrics(results, *args, **kwargs)
 
-    with patch.object(results, "batch", used), patch.object(results, "metrics", metrics):
+    own, batch = vars(results), results.batch
+    own.update(batch=used, metrics=metrics)
+    try:
         yield
+    finally:
+        own["batch"] = batch
+        del own["metrics"]
 
 
 def host_log(

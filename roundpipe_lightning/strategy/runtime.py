@@ -456,7 +456,7 @@ class PipelineRuntime:
             if is_one:
                 self._metrics.put_back(known.outputs[0]["metrics"])
         logged = [part["logged"] for part in known.outputs]
-        if is_one and hosts is None:
+        if is_one and hosts is None and logged[0]:
             with logged_from(self._module, used[0]):
                 log_noted(self._module.log, logged[0])
         size = sum(map(num_values, cut.parts))

@@ -36,7 +36,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - frozenset(_TABLES)
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 
 DELETED: Any = object()
 """Marker that a view passes in place of a value when an attribute is deleted."""
@@ -308,9 +308,10 @@ class ViewClasses:
     def hand_on(self) -> None:
         """Set on users' classes what was set on views': by `type(self).count += 1`, say."""
         for (*_, base), made in list(self._made.items()):
-            for name, value in dict(vars(made)).items():
-                if name not in self._own_names[made] and not name.startswith("__"):
-                    setattr(base, name, value)
+            present = dict(vars(made))
+            for name in present.keys() - self._own_names[made]:
+                if not name.startswith("__"):
+                    setattr(base, name, present[name])
                     with suppress(AttributeError):  # another thread's view of it has ended, too
                         delattr(made, name)
 
@@ -456,20 +457,20 @@ class ViewMaker:
     def fill(self, view: Any, module: nn.Module) -> None:
         """Give an empty object what makes it a view: tables and shared attributes."""
         base, state = type(module), module.__dict__
-        own: dict[str, Any] = {
+        own = state.copy()  # another microbatch may write meanwhile
+        for name in own.keys() - _MODULE_INTERNALS:
+            value = own.pop(name)
+            if hasattr(base, name):
+                own[name] = _rebound(value, module, view)
+        own |= {
             "_view_of": module,
             "_write": self._write,
             "_classes": self._classes,
             "_maker": self,
             "_gone": set(),
             "_class_swapped": False,
+            "_compiled_call_impl": None,  # of Module.compile(): it would run the original
         }
-        for name, value in list(state.items()):  # another microbatch may write meanwhile
-            if name in _MODULE_INTERNALS:
-                own[name] = value
-            elif name not in _TABLES and hasattr(base, name):
-                own[name] = _rebound(value, module, view)
-        own["_compiled_call_impl"] = None  # of Module.compile(): it would run the original
         if is_compiled_wrapper(module):  # so would what torch.compile(module) returns
             own["forward"] = uncompiled(view)
         own["_buffers"] = LazyTable(state["_buffers"], self._buffer)

@@ -187,11 +187,12 @@ class BlockCall:
             or any(tensor.requires_grad for tensor in self.arguments)
             or any(parameter.requires_grad for parameter in block.parameters())
         )
-        if self.wanted:
+        if self.is_recomputed:
             self._autocast, self._variables = autocast_now(), copy_context()
             self._versions = [tensor._version for tensor in self.arguments]
-        else:  # it never runs again
-            self._given = None
+        else:
+            self._given = None  # it never runs again
+        if not self.wanted:
             self.arguments.clear()
             self.inputs.clear()
 
