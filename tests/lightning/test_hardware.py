@@ -138,6 +138,26 @@ def test_activations_are_known_with_the_first_batch(tmp_path: Path) -> None:
     fit(tmp_path, hardware=small, batch_size=64, count=count)
 
 
+@pytest.mark.parametrize(("given", "other"), [("auto", None), (None, "auto")])
+def test_the_other_uploads_are_offered_where_they_fit(
+    tmp_path: Path, given: str | None, other: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RoundPipeStrategy, "_computes_on_host", False)
+
+    def train(upload_dtype: str | None, **memory: int) -> None:
+        strategy = RoundPipeStrategy(hardware=machine(**memory), upload_dtype=upload_dtype)
+        flags: Any = {"strategy": strategy, "devices": 2, "precision": "bf16-mixed"}
+        make_trainer(tmp_path, **flags).fit(Regressor("adamw"), regression_data())
+
+    size = sum(p.nbytes for p in Regressor().parameters())
+    memory = {"host_bytes": round(4.2 * size)}
+    if given is None:
+        memory = {"device_bytes": round(3.5 * BLOCK_BYTES), "reserved_bytes": 1}
+    with pytest.raises(FitError, match=f"set upload_dtype={other!r} .the same results; "):
+        train(given, **memory)
+    train(other, **memory)
+
+
 def test_a_saved_plan_is_checked_too(tmp_path: Path) -> None:
     plan = plan_of(fit(tmp_path))
     small = machine(device_bytes=2 * BLOCK_BYTES, reserved_bytes=1)

@@ -39,6 +39,7 @@ from roundpipe_lightning.planning.search.remedies import (
     Remedy,
     at_least,
     other_machines,
+    upload_cost,
     verified,
 )
 
@@ -299,10 +300,7 @@ def _other_uploads(job: Job) -> Iterator[_Row]:
         return
     has_none = job.options.upload_dtype is None
     keys = {"trainer.strategy.upload_dtype": "auto" if has_none else None}
-    cost = (
-        "the same results; " + ("half" if has_none else "twice") + " the bytes of weights uploaded"
-    )
-    yield Price.NOTHING, _overrides(keys), keys, cost
+    yield Price.NOTHING, _overrides(keys), keys, upload_cost(rounded=has_none)
 
 
 def _coarser_numbers(job: Job) -> Iterator[_Row]:

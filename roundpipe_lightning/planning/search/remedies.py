@@ -95,6 +95,11 @@ def at_least(job: TrainingJob, *, share: float = 1.0) -> TrainingJob:
     return replace(job, work=work, storage=nothing, hints=PartitionHints())
 
 
+def upload_cost(*, rounded: bool) -> str:
+    """What it costs to upload rounded copies, which take memory of the host, or not to."""
+    return f"the same results; {'half' if rounded else 'twice'} the bytes of weights uploaded"
+
+
 def other_machines(job: TrainingJob) -> Iterator[tuple[Price, HardwareSpec]]:
     """Yield this machine with more host memory, and a named one with larger devices that do."""
     machine = job.hardware
@@ -129,11 +134,13 @@ class Alternatives:
             cannot be made.
         narrower_precision: `Trainer(precision=...)` with values of half the width; None: it has the
             narrowest already.
+        other_uploads: Rounded copies to upload, or none, in words, and the job with them.
     """
 
     most_microbatches: int = 1
     with_microbatches: Callable[[int], TrainingJob | None] = lambda count: None
     narrower_precision: str | None = None
+    other_uploads: tuple[str, TrainingJob] | None = None
 
 
 def remedies(
@@ -154,6 +161,9 @@ def _remedies(
         free = replace(job, hints=free_hints)
         yield _remedy("drop the hints about stages (hints=None)", Price.NOTHING, free)
     yield from _more_microbatches(job, alternatives)
+    if alternatives.other_uploads is not None:
+        text, other = alternatives.other_uploads
+        yield _remedy(text, Price.NOTHING, other)
     narrower = alternatives.narrower_precision
     if narrower is not None:
         yield _remedy(f"set Trainer(precision={narrower!r})", Price.PRECISION, _halved(job))

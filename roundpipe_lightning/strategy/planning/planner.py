@@ -29,7 +29,7 @@ from roundpipe_lightning.models.work.work_profile import parameter_work
 from roundpipe_lightning.planning.cost.costs import UpdateTiming
 from roundpipe_lightning.planning.cost.memory import longest_that_fits
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
+from roundpipe_lightning.planning.model.work import MicrobatchShape, ParameterStorage, WorkProfile
 from roundpipe_lightning.planning.report.description import count_text
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Timeline
@@ -42,7 +42,7 @@ from roundpipe_lightning.planning.search.fit import (
     memory_shortage,
 )
 from roundpipe_lightning.planning.search.partition import QUICK, Effort
-from roundpipe_lightning.planning.search.remedies import Alternatives, remedies
+from roundpipe_lightning.planning.search.remedies import Alternatives, remedies, upload_cost
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.checks import takes_iterator
@@ -132,15 +132,22 @@ class StepPlanner:
         self._accumulates, self._clips = accumulates, clips
         rounds = precision.stochastic_rounding
         moves = optimizers and module.automatic_optimization and not computes_on_host
+
+        def stored(upload_dtype: torch.dtype | None) -> tuple[TransferSizes, ParameterStorage]:
+            sizes = TransferSizes(module, stacks, upload_dtype)
+            return sizes, storage_of(
+                optimizers,
+                steps_in_float32=rounds,
+                keeps_previous=options.update == "async",
+                masters=sizes.narrow,
+                mapped=mapped or any(map(is_mapped, module.parameters())),
+            )
+
+        self._stored = stored
         upload_dtype = upload_dtype_of(options, precision) if moves else None
-        self._sizes = TransferSizes(module, stacks, upload_dtype)
-        self._storage = storage_of(
-            optimizers,
-            steps_in_float32=rounds,
-            keeps_previous=options.update == "async",
-            masters=self._sizes.narrow,
-            mapped=mapped or any(map(is_mapped, module.parameters())),
-        )
+        self._sizes, self._storage = stored(upload_dtype)
+        has_others = moves and precision.autocast_dtype is not None
+        self._rounds_uploads = upload_dtype is not None if has_others else None
         self._trains = bool(optimizers)
         behind = options.update == "async"
         self._timing = UpdateTiming.BEHIND_NEXT_STEP if behind else UpdateTiming.AFTER_STEP
@@ -498,12 +505,23 @@ class StepPlanner:
         answer = fit_training(job)
         if answer.planned is None or not answer.fits:
             free = self._completed(PartitionHints(), step, count, _SHAPE)
-            found = remedies(job, alternatives(), free_hints=free)
+            others = replace(alternatives(), other_uploads=self._other_uploads(job, step))
+            found = remedies(job, others, free_hints=free)
             shorter = longest(memory_shortage) if step.knows_activations else ""
             raise self._fit_error(answer, found, what=what, shorter=shorter)
         return Planned.unmeasured(
             answer.planned.plan, job, knows_activations=step.knows_activations
         )
+
+    def _other_uploads(self, job: TrainingJob, step: StepWork) -> tuple[str, TrainingJob] | None:
+        """The setting `upload_dtype` that is not the user's, and the job with it, if it can be."""
+        if self._rounds_uploads is None:
+            return None
+        sizes, storage = self._stored(None if self._rounds_uploads else self._autocast_dtype)
+        work = sizes.resized(step.work, self.chain)
+        text = f"upload_dtype={None if self._rounds_uploads else 'auto'!r}"
+        cost = upload_cost(rounded=not self._rounds_uploads)
+        return f"set {text} ({cost})", replace(job, work=work, storage=storage)
 
     # --- what does not fit -----------------------------------------------------------------------
 
