@@ -246,6 +246,9 @@ def _compare(jobs: list[dict[str, Any]]) -> None:
 
 
 _ELSEWHERE = {
+    "data": "dataset datasets dataset_name",
+    "model": "base_model model_name_or_path model_name",
+    "scheduler": "lr_scheduler_type lr_scheduler",
     "optimizer.lr": "learning_rate",
     "trainer.max_epochs": "num_train_epochs num_epochs epochs",
     "trainer.accumulate_grad_batches": "gradient_accumulation_steps",

@@ -73,6 +73,8 @@ def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
         ("lr=1", "There is no setting lr. Did you mean optimizer.lr?"),
         ("data.seqlen=3", "Did you mean data.seq_len"),
         ("optimizer.learning_rate=1", "Did you mean optimizer.lr?"),
+        ("base_model=gpt2", "Did you mean model?"),
+        ("lr_scheduler=cosine", "Did you mean scheduler?"),
         ("logger=tensorbord", "Did you mean logger=tensorboard? There are: csv, mlflow, none"),
         ("hydra.run.dir=/dev/null/run", "The run's folder cannot be made"),
         ("task_name=a/b", "Set hydra.run.dir, paths.log_dir or task_name"),
