@@ -281,9 +281,13 @@ def explain(error: BaseException, name: str, folder: Path) -> str:
     if isinstance(reason, OSError):
         settings = "hydra.run.dir, paths.log_dir or task_name"
         return f"The run's folder cannot be made: {reason}. Set {settings}."
-    bare = re.match(r"Error parsing override '([^']+)'\s+missing EQUAL", str(error).strip())
-    if bare is not None:
-        return _not_a_setting(bare[1])
+    override = getattr(error, "override", None)
+    if override is not None and "=" not in override:
+        return _not_a_setting(override)
+    if override is not None:
+        quoted = "'" + override.replace("=", '="', 1) + "\"'"
+        why = first.partition(" expecting")[0]
+        return f"{override!r} cannot be read ({why}). Text is given as {quoted}."
     refused = re.match(r"Could not override '([^']+)'", first)
     if refused is None:
         return " ".join(filter(None, lines))

@@ -41,6 +41,9 @@ from roundpipe_lightning.modules import (
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
+_SAMPLES = ("_target_", "files", "text")
+"""Settings of `data` that say what is trained on."""
+
 _RUN_NAMES = ("id", "run_id")
 """Settings of loggers that name one of their runs."""
 
@@ -93,7 +96,7 @@ def build_run(config: DictConfig) -> Run:
     config, module = job.config, job.new_module()
     check_batches(module, data)
     statistics, interrupt = RunStatistics(), GracefulInterrupt()
-    _go_on_logging(config, checkpoint)
+    _go_on_from(checkpoint, config)
     loggers: list[Logger] = build_each(config.logger)
     callbacks = useful_callbacks(build_each(config.callbacks), config.trainer, logs=bool(loggers))
     for callback in callbacks:
@@ -125,16 +128,27 @@ def build_run(config: DictConfig) -> Run:
     )
 
 
-def _go_on_logging(config: DictConfig, checkpoint: str | None) -> None:
+def _go_on_from(checkpoint: str | None, config: DictConfig) -> None:
     """Let loggers that name their runs go on in those of the run that wrote the checkpoint.
 
-    The jobs of a sweep begin runs of their own.
+    The jobs of a sweep begin runs of their own. Samples that are not that run's are said.
     """
     folder = None if checkpoint is None or not config.train else run_folder(Path(checkpoint))
-    in_sweep = HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
-    if folder is None or in_sweep:
+    if folder is None:
         return
     earlier = OmegaConf.load(folder / "config.yaml")
+    before, now = (
+        {key: OmegaConf.select(each, f"data.{key}") for key in _SAMPLES}
+        for each in (earlier, config)
+    )
+    if before != now:
+        ours = [f"data.{key}={value}" for key, value in before.items() if value != now[key]]
+        sys.stderr.write(
+            f"Warning: the run of ckpt_path={config.ckpt_path} trained on other samples "
+            f"({', '.join(ours)}). Set the same data if this one is to go on with them.\n"
+        )
+    if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
+        return
     for name, node in (config.logger or {}).items():
         for key in _RUN_NAMES:
             if node is not None and key in node and node[key] is None:

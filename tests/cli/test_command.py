@@ -81,6 +81,8 @@ def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
         ("data.files=[a", "no viable alternative"),
         ("recipie=qwen3_8b/lora", "There is no setting recipie. Did you mean recipe?"),
         ("my.jsonl", "'my.jsonl' is no setting. Write them as NAME=VALUE, such as data=chats"),
+        ("optimizer.lr=1e-4,", "'optimizer.lr=1e-4,' cannot be read (mismatched input '<EOF>')."),
+        ("model.hub_name=[a", "Text is given as 'model.hub_name=\"[a\"'."),
         ("--data", "'--data' is no setting. Write them as NAME=VALUE"),
     ],
 )

@@ -47,7 +47,9 @@ def test_the_same_seed_gives_the_same_run_on_any_number_of_workers(tmp_path: Pat
     assert four["val_loss"] == one["val_loss"]
 
 
-def test_goes_on_from_a_checkpoint_as_if_never_stopped(tmp_path: Path) -> None:
+def test_goes_on_from_a_checkpoint_as_if_never_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fixed = "scheduler.num_training_steps=4"
     whole = train_small(tmp_path / "whole", "trainer.max_steps=4", fixed)
     train_small(tmp_path / "half", "trainer.max_steps=2", fixed)
@@ -56,6 +58,12 @@ def test_goes_on_from_a_checkpoint_as_if_never_stopped(tmp_path: Path) -> None:
     assert rest["num_steps"] == 2
     assert rest["loss_last"] == whole["loss_last"]
     assert rest["val_loss"] == whole["val_loss"]
+    assert "Warning" not in capsys.readouterr().err
+    other = ("data.text.train_bytes=19000", "trainer.max_steps=3", f"ckpt_path={last}")
+    train_small(tmp_path / "other", *other)
+    said = capsys.readouterr().err
+    assert f"the run of ckpt_path={last} trained on other samples (data.text={{" in said
+    assert "'train_bytes': 20000" in said
 
 
 def test_checkpoints_may_have_addresses_with_a_scheme(tmp_path: Path) -> None:
