@@ -56,7 +56,7 @@ NOISE = re.compile(
     r"does not have many workers|GPU available|TPU available|TPU:|💡|max_epochs|\.isinstance\.|"
     r"roundpipe: \d+ workers|fewer workers|Seed set|LightningDeprecation|litlogger|"
     r"for every batch of .* rows|runs on the whole batch|ran as one stage|plan|"
-    r"^roundpipe: microbatching='(step|blocks)'(?!.*compares rows)"
+    r"^roundpipe: microbatching='(step|blocks)'"
 )
 """Messages that say nothing about results."""
 

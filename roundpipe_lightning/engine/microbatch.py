@@ -255,7 +255,7 @@ class Microbatch:
         self.links = forward.links()
         self.num_streamed = sum(call.position is None for call in forward.calls)
         if context.backward:
-            user.check_frozen()
+            user.check_kept()
         return materialized(output)
 
     def _collect(self, rest: Sequence[Tensor]) -> None:

@@ -147,6 +147,7 @@ class Evaluation:
     def _block_called(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             return RUN_HERE
+        self._user.check_call(block, self._names[block])
         with self._user.suspended():
             position = self.chain.find(block, gradient=None, start=0)
             if position is None:

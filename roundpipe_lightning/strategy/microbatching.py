@@ -32,7 +32,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.capture.trees import children_of
+from roundpipe_lightning.engine.capture.torch_functions import version_of
+from roundpipe_lightning.engine.capture.trees import children_of, tensors_in
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.worker.user_code import Outside
 from roundpipe_lightning.errors import BatchError, StepModeError
@@ -40,7 +41,7 @@ from roundpipe_lightning.models.batches import batch_size_of, split_batch, targe
 from roundpipe_lightning.models.work.meta_copy import objects_of_code, variables_of_code
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
 from roundpipe_lightning.strategy.options import Options
-from roundpipe_lightning.strategy.planning.dry_run import prove
+from roundpipe_lightning.strategy.planning.dry_run import ShapedBlocks, prove
 
 _LOSSES = (functional.cross_entropy, functional.nll_loss)
 _CONTAINERS = (list, tuple, dict, set, deque)
@@ -97,6 +98,8 @@ class ModeChoice:
         self._tells = self._mode == "step" and not known
         # by the text of a batch's form; and what a proven step reads
         self._chosen: dict[str, tuple[str, Sequence[_Look] | None]] = {}
+        self._sizes: set[tuple[torch.Size, ...]] = set()  # for which it is proven
+        self._shaped = ShapedBlocks()
 
     def begin(
         self,
@@ -150,9 +153,13 @@ class ModeChoice:
     def _chosen_for(self, batch: Any, arguments: Sequence[Any], count: int) -> str | None:
         form = str(form_of(batch))
         chosen, looks = self._chosen.get(form, (None, ()))
-        if looks is None and chosen != "blocks" and count > 1:
-            try:  # it is of a checkpoint: the code may be another one now
-                chosen, looks = self._chosen[form] = self._proven(batch, arguments, count)
+        is_new = looks is None or tuple(t.shape for t in tensors_in(batch)) not in self._sizes
+        if is_new and chosen not in (None, "blocks") and count > 1:
+            try:  # of a checkpoint: the code may be another one now
+                kind, looks = self._proven(batch, arguments, count)
+                if kind != chosen:
+                    raise Unproven("the loss is another mean for other sizes")
+                self._chosen[form] = kind, looks
             except Unproven as error:
                 return self._go_back(batch, str(error))
         for look in looks or ():
@@ -164,8 +171,14 @@ class ModeChoice:
         self, batch: Any, arguments: Sequence[Any], count: int
     ) -> tuple[str, Sequence[_Look]]:
         kind, paths = prove(
-            self._module, self._stacks, batch=batch, arguments=arguments, num_microbatches=count
+            self._module,
+            self._stacks,
+            batch=batch,
+            arguments=arguments,
+            num_microbatches=count,
+            shaped=self._shaped,
         )
+        self._sizes.add(tuple(tensor.shape for tensor in tensors_in(batch)))
         read = [(path, partial(_read, self._module, path)) for path in paths]
         read += [(name, partial(t.get, name)) for t, name in variables_of_code(self._module)]
         return kind.value, [
@@ -307,7 +320,7 @@ def _content(
     if isinstance(value, Tensor):
         if is_for_step:
             return value.dtype, value.shape
-        return id(value), 0 if value.is_inference() else value._version
+        return id(value), version_of(value)
     if isinstance(value, nn.Module) and is_for_step:
         return type(value)
     is_large = hasattr(type(value), "nbytes") and value.nbytes > _MANY**2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from roundpipe_lightning.engine.chain.pieces import WholeBatchWarning
@@ -16,7 +17,7 @@ from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.engine.worker.worker import Worker
-from roundpipe_lightning.errors import CaptureError
+from roundpipe_lightning.errors import CaptureError, ConfigurationError
 from roundpipe_lightning.planning.schedule.schedule import Action
 from roundpipe_lightning.planning.schedule.stages import Partition, Stage
 from tests.kit.engine import (
@@ -329,6 +330,154 @@ class Folded(Regressor):
 def test_a_block_that_gives_several_rows_for_each_runs_on_the_whole_batch() -> None:
     with pytest.warns(WholeBatchWarning, match="another number of rows"):
         check(Folded(make_block=lambda: Doubles(WIDTH, 2 * WIDTH)))
+
+
+class Normalised(torch.autograd.Function):
+    """Its gradient depends on all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient / gradient.norm()
+
+
+class Straight(torch.autograd.Function):
+    """Its gradient is a row's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.round(decimals=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient
+
+
+class OwnGradients(Block):
+    """Gradients of rows, or of a weight, are made by code of the user's."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        apply: Any = (Straight if self.kind == "rows alone" else Normalised).apply
+        if self.kind == "hooks on what is saved":
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t - t.mean(0), lambda t: t):
+                return super().forward(x * self.scale)
+        x = super().forward(x) * (apply(self.scale) if self.kind == "a weight" else self.scale)
+        if self.kind == "a hook" and x.requires_grad:
+            x.register_hook(lambda gradient: gradient / gradient.norm())
+        return apply(x) if self.kind in ("rows", "rows alone") else x
+
+
+@pytest.mark.parametrize("kind", ["rows", "a weight", "a hook", "hooks on what is saved"])
+def test_blocks_whose_gradients_mix_rows_run_on_the_whole_batch(kind: str) -> None:
+    with pytest.warns(WholeBatchWarning, match=r"gradients that it makes itself .*trust_rows"):
+        check(Regressor(make_block=lambda: OwnGradients(kind)))
+
+
+def test_gradients_of_a_block_s_own_may_keep_rows_apart() -> None:
+    check(Regressor(make_block=lambda: OwnGradients("rows alone")))
+
+
+class Pseudo(Regressor):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.inference_mode():
+            wanted = self(batch[0])
+        return functional.mse_loss(self(batch[0] + 0.1), wanted.clone() + batch[1])
+
+
+def test_a_pass_in_inference_mode() -> None:
+    check(Pseudo())
+
+
+class Copies(Regressor):
+    """Copies modules, and calls the copies in ways that do not pass through blocks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.head(batch[0])
+        block, tail = copy.deepcopy(self.layers[0]), copy.deepcopy(self.tail)
+        weights = {name: 0.9 * p for name, p in self.layers[0].named_parameters()}
+        hidden = torch.func.functional_call(block, weights, (hidden,))
+
+        def square(row: Tensor) -> Any:
+            return self.tail(tail(block(row)).expand(WIDTH)).square().sum()
+
+        slopes = torch.func.vmap(torch.func.grad(square))(hidden)
+        output = self.tail(self.run_blocks(hidden)).squeeze(-1)
+        return functional.mse_loss(output, batch[1]) + slopes.square().mean()
+
+
+@pytest.mark.parametrize("make_devices", [emulated_workers, cpu_workers])
+def test_copies_of_blocks_run_outside_of_them(make_devices: Any) -> None:
+    check(Copies(), devices=make_devices(2))
+
+
+def _functional(module: Any, x: Tensor) -> Any:
+    weights = {name: 0.9 * p for name, p in module.layers.named_parameters(prefix="layers")}
+    return torch.func.functional_call(module, weights, (x,))
+
+
+def _swapped(module: Any, x: Tensor) -> Any:
+    module.layers[1].norm = nn.Identity()
+    return module(x)
+
+
+def _per_row(module: Any, x: Tensor) -> Any:
+    return torch.func.vmap(torch.func.grad(lambda row: module(row).sum()))(x).sum(1)
+
+
+def _forward_gradient(module: Any, x: Tensor) -> Any:
+    return sum(torch.func.jvp(module, (x,), (x,)))
+
+
+def _dual(module: Any, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(module(forward_ad.make_dual(x, x))).primal
+
+
+def _without_head(module: Any, x: Tensor) -> Any:
+    module.tail = nn.Linear(WIDTH, 1)
+    return module(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (_functional, r"'layers\.0' is called with other parameters.*copy\.deepcopy"),
+        (_swapped, r"'layers\.1' is called with other parameters"),
+        (_per_row, r"'layers\.0' is called inside a transform.*copy\.deepcopy"),
+        (_forward_gradient, "inside a transform"),
+        (_dual, "inside a transform"),
+        (_without_head, "replaced a module or a parameter of Regressor.*in a hook"),
+    ],
+)
+def test_what_does_not_reach_into_blocks_is_refused(call: Any, message: str) -> None:
+    module = Regressor()
+
+    def step(view: Any, batch: Any, index: int) -> Any:
+        return functional.mse_loss(call(view, batch[0]), batch[1])
+
+    with engine_for(module, num_workers=2, num_microbatches=3) as engine:
+        begun = engine.begin_step([batch_of()], step, loss_scales=[1.0], joined=True, step_seed=0)
+        with pytest.raises((CaptureError, ConfigurationError), match=message):
+            begun.result()
+
+
+def test_hooks_on_saved_tensors_around_blocks() -> None:
+    class Saves(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                return super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match="see none of the blocks'.*in a block's forward"):
+        check(Saves())
 
 
 class Skips(Regressor):

@@ -5,6 +5,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -43,6 +44,8 @@ GENERATOR = random.Random(0)
 
 class Annealed:
     """A weight that falls with every call."""
+
+    total = 0
 
     def __init__(self) -> None:
         self.calls = 0
@@ -126,14 +129,15 @@ def test_a_run_without_values_leaves_what_files_hold(tmp_path: Path, mode: Any) 
     class Drawing(Regressor):
         def on_fit_start(self) -> None:
             GENERATOR.seed(0)
-            noted.calls = 0
+            noted.calls = Annealed.total = 0
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             note()
+            Annealed.total += 1
             return super().training_step(batch, batch_idx) * GENERATOR.random()
 
         def on_train_end(self) -> None:
-            self.drawn = GENERATOR.random(), noted.calls
+            self.drawn = GENERATOR.random(), noted.calls, Annealed.total
 
     strategies = ["auto", RoundPipeStrategy(num_microbatches=2, microbatching=mode)]
     (one, _), (module, _) = train_with(
@@ -393,6 +397,112 @@ def test_a_later_batch_with_another_loss(
     expected = by_number if by.startswith(("a ", "the ")) else reasons
     assert len(said) == len(expected)
     assert all(reason in text for reason, text in zip(expected, said, strict=True))
+
+
+class BySize(LanguageModel):
+    """Its loss has another form for short sequences, or for few rows."""
+
+    def __init__(self, dim: int, least: int) -> None:
+        super().__init__()
+        self.dim, self.least = dim, least
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        loss = functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+        return loss.square() if ids.shape[self.dim] < self.least else loss
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dim", "least", "reason"),
+    [
+        ((8, 5), 1, 6, "computes with a mean over rows (pow)"),
+        ((4, 12), 0, 3, "computes something else for another number of rows"),
+    ],
+    ids=["length", "rows"],
+)
+def test_a_later_batch_of_another_size(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    sizes: tuple[int, int],
+    dim: int,
+    least: int,
+    reason: str,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 12), (8, 12), (8, 9), sizes]
+    batches: Any = [
+        (torch.randint(1, training.VOCABULARY, shape, generator=generator),) for shape in shapes
+    ]
+    data: Any = DataLoader(batches, batch_size=None)
+    strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
+    (one, _), (module, _) = train_with(
+        tmp_path, strategies, lambda: BySize(dim, least), data, max_epochs=1
+    )
+    assert parameter_error(module, one) < 1e-5
+    assert ["'step'" in text for text in said] == [True, False], said
+    assert reason in said[1]
+
+
+class PastAttributes(Regressor):
+    """Its fourth batch has another loss, which it learns from the `__dict__` of a module."""
+
+    def __init__(self, asks: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.asks = asks
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            vars(self.head)["late"] = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = functional.mse_loss(self(batch[0]), batch[1])
+        return loss.log1p() if self.asks(self.head) else loss
+
+
+@pytest.mark.parametrize("mode", ["auto", "blocks"])
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda head: vars(head).get("late", False),
+        lambda head: "late" in head.__dict__,
+        lambda head: dict(vars(head)).get("late"),
+        lambda head: [name for name, _ in vars(head).items() if name == "late"],
+        lambda head: "late" in vars(head) and head.__dict__["late"],
+    ],
+)
+def test_reads_past_attributes(tmp_path: Path, asks: Callable[[Any], Any], mode: Any) -> None:
+    strategies = ["auto", RoundPipeStrategy(num_microbatches=2, microbatching=mode)]
+    (one, _), (module, _) = train_with(
+        tmp_path, strategies, lambda: PastAttributes(asks), regression_data(), max_epochs=1
+    )
+    assert parameter_error(module, one) < 1e-5
+
+
+def test_what_a_step_keeps_past_attributes(tmp_path: Path) -> None:
+    class Keeping(Regressor):
+        @cached_property
+        def scale(self) -> Tensor:
+            return 1 + torch.rand(())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.__dict__["steps"] = self.__dict__.get("steps", 0) + 1
+            return super().training_step(batch, batch_idx) * self.scale * self.__dict__["steps"]
+
+        def on_train_end(self) -> None:
+            self.drawn = torch.rand(())
+
+    strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
+    (one, _), (module, _) = train_with(
+        tmp_path, strategies, Keeping, regression_data(), max_steps=3
+    )
+    assert parameter_error(module, one) < 1e-5
+    assert (module.steps, module.scale, module.drawn) == (3, one.scale, one.drawn)
 
 
 class Reciprocal(Regressor):

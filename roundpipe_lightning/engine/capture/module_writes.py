@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.placeholder import writes_first
+from roundpipe_lightning.engine.capture.torch_functions import version_of
 from roundpipe_lightning.engine.capture.view import DELETED, HOOKS, write_through
 from roundpipe_lightning.errors import ConfigurationError, StepModeError
 
@@ -70,7 +71,8 @@ class Writes:
         changed = ""
         for module, attributes in written.values():
             for name, value in attributes.items():
-                before = getattr(module, name, DELETED)
+                known = vars(module)  # asking the module could call code of its class
+                before = known[name] if name in known else getattr(type(module), name, DELETED)
                 is_new_flag = before is DELETED and isinstance(value, bool)
                 if not (name in HOOKS or before is value or is_new_flag):
                     changed = f"{type(module).__name__}.{name}"
@@ -117,7 +119,7 @@ class ParameterWrites:
         elif func == _GET_DATA and self.is_watched:
             leaf = self._leaf(args[0])
             values: Tensor = func(leaf)
-            self._given.append((leaf, values, 0 if values.is_inference() else values._version))
+            self._given.append((leaf, values, version_of(values)))
             return values
         return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 # ruff: noqa: SLF001 - PyTorch has no public way to the stack of modes
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import Context
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 
@@ -38,6 +40,11 @@ METADATA = frozenset(
     itemsize layout name names nbytes ndim ndimension nelement numel requires_grad shape size stride
     """.split()
 )
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written into; of inference mode's nobody counts that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -64,12 +71,25 @@ def is_called_from(*modules: str, within: str = "") -> bool:
     return frame is not None
 
 
+def has_foreign_saved_tensor_hooks() -> bool:
+    """Return whether hooks see saved tensors that are not torch's own: they may change values."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    module = "" if hooks is None else getattr(hooks[0], "__module__", None) or ""
+    return hooks is not None and module.partition(".")[0] != "torch"
+
+
 @contextmanager
 def saved_tensor_hooks_away() -> Iterator[None]:
     """Keep what a graph saves as it is, whatever hooks (of checkpointing, say) are around."""
     taken = []
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks
     while (hooks := top(True)) is not None:
+        if has_foreign_saved_tensor_hooks():
+            warnings.warn(
+                "Hooks on saved tensors see none of the blocks', which are recomputed. Where they "
+                "change values, gradients differ: enter saved_tensors_hooks in a block's forward.",
+                stacklevel=2,
+            )
         torch._C._autograd._pop_saved_tensors_default_hooks()
         taken.append(hooks)
     try:
@@ -77,6 +97,41 @@ def saved_tensor_hooks_away() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(taken):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+# Their gradients keep rows apart.
+_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "roundpipe_lightning")
+
+
+def nodes_of(made: Iterable[Tensor], *, beyond: Iterable[Tensor] = ()) -> Iterator[Any]:
+    """Return the nodes of the graph that made tensors, but for what is `beyond` others."""
+    pending: list[Any] = [tensor.grad_fn for tensor in made]
+    seen = {None, *(tensor.grad_fn for tensor in beyond)}
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending += [following for following, _ in node.next_functions]
+
+
+def function_of_user(node: Any) -> str:
+    """Return the name of the `autograd.Function` of a node, nothing where it is a library's."""
+    function: Any = getattr(node, "_forward_cls", torch.autograd.Function)
+    return "" if function.__module__.partition(".")[0] in _PACKAGES else function.__name__
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func, or forward-mode autograd, is around."""
+    level = torch.autograd.forward_ad._current_level
+    return level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def untransformed() -> AbstractContextManager[Any]:
+    """Compute outside the transforms of torch.func until the end of the context."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 class ModeStack:

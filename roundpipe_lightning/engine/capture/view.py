@@ -43,6 +43,11 @@ DELETED: Any = object()
 
 _AS_THE_ORIGINAL: Any = object()
 
+_BOOKS = (
+    *("_view_of", "_write", "_classes", "_maker", "_gone", "_class_swapped"),
+    *("_called", "_present_device", "_compiled_call_impl"),
+)
+"""What a view keeps for the engine."""
 
 HOOKS = tuple(name for name in nn.Module().__dict__ if re.fullmatch(r"_(forward|backward).*", name))
 """A module's tables of hooks around its call."""
@@ -130,6 +135,10 @@ class LazyTable(dict[str, V], Generic[V]):
     def assigned(self) -> dict[str, Any]:
         return {k: dict.__getitem__(self, k) for k, is_fresh in self._own.items() if is_fresh}
 
+    @property
+    def is_changed(self) -> bool:
+        return any(self._own.values()) or not self.keys() >= set(self.known)
+
     def note_written_back(self) -> None:
         self._own = dict.fromkeys(self._own, False)
 
@@ -139,6 +148,46 @@ class LazyTable(dict[str, V], Generic[V]):
             if key in self._entries:
                 super().__setitem__(key, self._entries[key])
         self._own.clear()
+
+
+class Attributes(dict[str, Any]):
+    """A view's `__dict__` as its user's code reads it: with the attributes of the original.
+
+    Python looks past these methods when it looks for an attribute.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._shared()
+
+    def __missing__(self, name: str) -> Any:
+        return self._shared()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)  # read back here, whatever other microbatches write
+        self["_gone"].discard(name)
+        if not (self["_class_swapped"] or _is_entry(self["_view_of"], name)):
+            written = value.__dict__["_view_of"] if _is_view(value) else value
+            self["_write"](self["_view_of"], name, written)
+
+    def __iter__(self) -> Iterator[str]:
+        own = (name for name in dict.keys(self) if name not in _BOOKS)
+        return iter(dict.fromkeys((*own, *self._shared())))
+
+    def _shared(self) -> Mapping[str, Any]:
+        gone, shared = dict.__getitem__(self, "_gone"), vars(self["_view_of"])
+        return {n: v for n, v in shared.items() if n not in gone} if gone else shared
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 - `get` is what is defined
+
+    def keys(self) -> Any:
+        return list(self)
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
 
 
 class View:
@@ -181,11 +230,28 @@ class View:
         if hasattr(descriptor, "__set__"):
             object.__setattr__(self, name, value)
             return
-        own[name] = value  # read back here, whatever another microbatch writes in between
-        own["_gone"].discard(name)
-        if not (own["_class_swapped"] or _is_entry(own["_view_of"], name)):
-            written = value.__dict__["_view_of"] if _is_view(value) else value
-            own["_write"](own["_view_of"], name, written)
+        own[name] = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a module with what the view has now, where its code runs."""
+        views = [view.__dict__ for view in self.modules() if _is_view(view)]
+        for own in views:
+            for table in (own["_parameters"], own["_buffers"]):
+                for name, value in table.items():
+                    original: Any = dict.get(table, name)
+                    if value is not None and id(original) not in memo:
+                        memo[id(original)] = copy.deepcopy(value.detach(), memo)
+                        if isinstance(original, nn.Parameter):
+                            made = nn.Parameter(memo[id(original)], value.requires_grad)
+                            memo[id(original)] = made
+        copied = copy.deepcopy(self.__dict__["_view_of"], memo)
+        for own in views:
+            new = memo[id(own["_view_of"])].__dict__
+            for name, value in dict.items(own):
+                is_book = name in _BOOKS or name in _TABLES or name in HOOKS
+                if not is_book and not isinstance(value, (types.MethodType, partial)):
+                    new[name] = copy.deepcopy(value, memo)
+        return copied
 
     def __repr__(self) -> str:
         # Modules describe themselves from their `__dict__`, which only the original has in full.
@@ -193,13 +259,14 @@ class View:
 
     def __delattr__(self, name: str) -> None:
         own = self.__dict__
+        has_own = dict.__contains__(own, name)
         if any(name in own[table] for table in _TABLES):
             for table in _TABLES:
                 own[table].pop(name, None)
-        elif own["_class_swapped"] or (name in own and _is_entry(own["_view_of"], name)):
+        elif own["_class_swapped"] or (has_own and _is_entry(own["_view_of"], name)):
             own.pop(name, None)
         else:
-            if name not in own:
+            if not has_own:
                 getattr(self, name)  # raises as a module does
             own.pop(name, None)
             own["_write"](own["_view_of"], name, DELETED)
@@ -273,13 +340,13 @@ def put(view: Any, name: str, value: Any) -> Any:
         What it had: to be put back.
     """
     own = view.__dict__
-    before = DELETED if name in own["_gone"] else own.get(name, _AS_THE_ORIGINAL)
+    before = DELETED if name in own["_gone"] else dict.get(own, name, _AS_THE_ORIGINAL)
     own["_gone"].discard(name)
     own.pop(name, None)
     if value is DELETED:
         own["_gone"].add(name)
     elif value is not _AS_THE_ORIGINAL:
-        own[name] = value
+        own.update({name: value})
     return before
 
 
@@ -328,7 +395,7 @@ class ViewClasses:
         extra = tuple(c for c in type(view).__bases__ if issubclass(c, View) and c is not View)
         made = self.class_for(kind, *extra) if ends else _view_class(kind, extra)
         object.__dict__["__class__"].__set__(view, made)
-        own["_class_swapped"] = not ends
+        own.update(_class_swapped=not ends)
         if ends:
             self._held.depth = self._depth - 1
             self._swap_lock.release()
@@ -431,6 +498,15 @@ class ViewMaker:
             self.fill(view, module)
         return self.made[module]
 
+    def is_changed(self, module: nn.Module) -> bool:
+        """Return whether the view of a module, or of one below, has entries of the user's code."""
+        view: Any = self._stand_ins.get(id(module), (module, self.made.get(module)))[1]
+        if not _is_view(view):
+            return False
+        own = view.__dict__
+        children = (m for m in module.__dict__["_modules"].values() if m is not None)
+        return any(own[t].is_changed for t in _TABLES) or any(map(self.is_changed, children))
+
     def rebound(self, value: Any, holder: nn.Module) -> Any:
         """Return a method of a module below `holder`, which keeps it, bound to that one's view."""
         if not isinstance(value, types.MethodType):
@@ -480,7 +556,7 @@ class ViewMaker:
         else:
             own["_parameters"] = LazyTable(state["_parameters"], self._parameter)
             own["_modules"] = LazyTable(state["_modules"], self.view_of)
-        object.__setattr__(view, "__dict__", own)
+        object.__setattr__(view, "__dict__", Attributes(own))
 
 
 def _placed(entries: Mapping[str, Any], place: Callable[[Any], Any]) -> dict[str, Any]:

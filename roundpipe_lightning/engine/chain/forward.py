@@ -108,6 +108,7 @@ class ForwardPass:
         if self._has_ended or (is_off and is_called_from("torch.utils.checkpoint")):
             raise CaptureError(_CHECKPOINTED.format(self._names[block]))
         # The engine recomputes the block: what the user's checkpointing would have is not needed.
+        self.user.check_call(block, self._names[block])
         with self.user.suspended(), saved_tensor_hooks_away():
             return self._call(block, (args, kwargs))
 

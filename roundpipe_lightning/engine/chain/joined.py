@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.capture.arguments import Copies, Reference
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import Form
-from roundpipe_lightning.engine.capture.torch_functions import Autocast
+from roundpipe_lightning.engine.capture.torch_functions import Autocast, version_of
 from roundpipe_lightning.engine.chain.block_outcome import Given
 from roundpipe_lightning.engine.chain.values import WRITTEN_SINCE, BlockCall, Value
 from roundpipe_lightning.engine.device.events import StepAborted
@@ -99,7 +99,7 @@ class PostedCall:
         Raises:
             CaptureError: User code has written into one meanwhile.
         """
-        if any(tensor._version != version for tensor, version in self.versions):
+        if any(version_of(tensor) != version for tensor, version in self.versions):
             raise CaptureError(WRITTEN_SINCE.format(self.name))
 
     def given_for(self, piece: int) -> Given:

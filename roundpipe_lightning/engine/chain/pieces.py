@@ -30,6 +30,7 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     autocast_as,
     autocast_now,
     variables_as,
+    version_of,
 )
 from roundpipe_lightning.engine.capture.view import put
 from roundpipe_lightning.engine.chain.block_outcome import Given, Outcome, run_block, works_in_place
@@ -193,7 +194,7 @@ class DriverForward(ForwardPass):
                 from_pieces.append(joined)
                 return joined
             whole = self._whole(tensor)
-            versions.append((whole, whole._version))
+            versions.append((whole, version_of(whole)))
             cut = self.slices.of(whole, dims[id(tensor)], sizes)
             self._sources[id(tensor)] = cut.parts[0]
             return cut
@@ -427,7 +428,9 @@ class DriverForward(ForwardPass):
             resident.written(writes),
         ):
             trial.run(
-                lambda take: self._run_shadow(block, resident, take, given), resident.take_writes
+                lambda take: self._run_shadow(block, resident, take, given),
+                resident.take_writes,
+                gradient=self._backward and torch.is_grad_enabled() and not self._forms.trusts_rows,
             )
         if buffers:
             raise NotByRowsError(
@@ -463,7 +466,7 @@ class DriverForward(ForwardPass):
         assert stream is not None, "the step runs"
         stream.drops_out = False
         try:
-            with torch.no_grad(), user.in_block(len(self.calls), resident):
+            with user.in_block(len(self.calls), resident):
                 outcome = run_block(
                     resident.block(block),
                     take,

@@ -13,6 +13,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -22,7 +23,13 @@ from torch.overrides import TorchFunctionMode
 from roundpipe_lightning.engine.capture.arguments import Copies, Swap
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor, writes_first
-from roundpipe_lightning.engine.capture.torch_functions import METADATA, attribute_or_name
+from roundpipe_lightning.engine.capture.torch_functions import (
+    METADATA,
+    attribute_or_name,
+    function_of_user,
+    has_foreign_saved_tensor_hooks,
+    nodes_of,
+)
 from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.chain.block_outcome import Given
 from roundpipe_lightning.engine.chain.joined import CallForm, JoinedValue, Shadow
@@ -144,12 +151,19 @@ class RowTrial:
         self._writes: list[BlockWrites] = []
 
     def run(
-        self, run_block: Callable[[Swap], Sequence[Tensor]], take_writes: Callable[[], BlockWrites]
+        self,
+        run_block: Callable[[Swap], Sequence[Tensor]],
+        take_writes: Callable[[], BlockWrites],
+        *,
+        gradient: bool,
     ) -> None:
         """Run the block on the first rows, the next, both, and as many that are alike.
 
+        Args:
+            gradient: Whether gradients that code of the user's makes are compared, too.
+
         Raises:
-            NotByRowsError: If it raises an error.
+            NotByRowsError: If it raises an error, or gradients of rows depend on other rows.
         """
         for part in range(4):
 
@@ -163,15 +177,63 @@ class RowTrial:
                     shadow[part].clone() if part < 3 else _alike(shadow.both, dim)
                 )
 
-            try:
-                with self._marks:
-                    self._results.append(run_block(take))
-            except (StepAborted, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                kind = type(error).__name__
-                raise NotByRowsError(f"it raises {kind} on a part of the batch") from error
+            with torch.no_grad(), _explained(), self._marks:
+                self._results.append(run_block(take))
             self._writes.append(take_writes())
+        if gradient:
+            with torch.enable_grad(), _explained():
+                self._compare_gradients(run_block)
+            take_writes()
+
+    def _compare_gradients(self, run_block: Callable[[Swap], Sequence[Tensor]]) -> None:
+        """Compare gradients for rows with those for more rows, where the user's code makes some."""
+        found: list[Sequence[Tensor | None]] = []
+        for part in range(3):
+            leaves: list[tuple[Tensor, int | None]] = []
+
+            def take(tensor: Any, in_object: bool, part: int = part) -> Any:  # noqa: FBT001
+                if _is_entry(tensor, in_object):
+                    return tensor
+                shadow, dim = self._taken[id(tensor)]
+                leaf = shadow[part].detach()
+                if leaf.is_floating_point():
+                    leaves.append((leaf.requires_grad_(), dim))  # noqa: B023 - filled at once
+                return leaf.clone()
+
+            with self._marks:
+                made = run_block(take)
+            nodes = list(nodes_of(made))
+            names = [name for name in map(function_of_user, nodes) if name]
+            if not (names or self._marks.sees_gradients):
+                return
+            shadows = (Shadow(*parts) for parts in zip(*self._results[:3], strict=True))
+            roots = [
+                (root, _cotangent(shadow, part))
+                for root, shadow in zip(made, shadows, strict=False)
+                if root.requires_grad
+            ]
+            known = {id(leaf) for leaf, _ in leaves}
+            weights: list[Tensor] = [n.variable for n in nodes if hasattr(n, "variable")]
+            leaves += [(weight, None) for weight in weights if id(weight) not in known]
+            found.append(
+                torch.autograd.grad(
+                    [root for root, _ in roots],
+                    [leaf for leaf, _ in leaves],
+                    [gradient for _, gradient in roots],
+                    allow_unused=True,
+                )
+            )
+        pairs = [
+            (first + second if dim is None else torch.cat([first, second], dim), both)
+            for (_, dim), first, second, both in zip(leaves, *found, strict=True)
+            if first is not None and second is not None and both is not None
+        ]
+        scale = max((_scale_of(both) for _, both in pairs), default=0.0)
+        if not all(_close(parts, both, scale=scale) for parts, both in pairs):
+            raise NotByRowsError(
+                f"the gradients that it makes itself ({(*names, 'a hook')[0]}) depend on other "
+                "rows (RoundPipeStrategy(trust_rows=True) splits it all the same)"
+            )
 
     def form(
         self, *, num_rows: int, trusts_rows: bool, name: str, settle: Callable[[], None]
@@ -239,12 +301,24 @@ class RowTrial:
         return dim
 
 
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (StepAborted, torch.OutOfMemoryError, NotByRowsError):
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise NotByRowsError(f"it raises {kind} on a part of the batch") from error
+
+
 class RowMarks(TorchFunctionMode):
     """Marks results of torch's functions that have a marked argument, while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
         self._marked: dict[int, weakref.ref[Tensor]] = {}
+        self.sees_gradients = False  # whether a hook sees gradients, or what is saved for them
 
     def mark(self, tensor: Tensor) -> Tensor:
         self._marked[id(tensor)] = weakref.ref(tensor)
@@ -279,6 +353,7 @@ class RowMarks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        self.sees_gradients |= func is Tensor.register_hook or has_foreign_saved_tensor_hooks()
         name = attribute_or_name(func)
         if name not in METADATA and any(map(self.has, tensors_in((args, kwargs)))):
             written = args[:1] if writes_first(name) else kwargs.get("out")
@@ -299,11 +374,26 @@ def _alike(tensor: Tensor, dim: int) -> Tensor:
     return tensor.clone()
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def _cotangent(shadow: Shadow, part: int) -> Tensor:
+    """Return a gradient for what a block gives: nothing for what has no rows."""
+    first, second, both = shadow
+    dims = [d for d, (a, b) in enumerate(zip(first.shape, both.shape, strict=True)) if a != b]
+    if not dims:
+        return torch.zeros_like(both)
+    whole = torch.arange(both.numel(), device=both.device).cos().to(both.dtype).view(both.shape)
+    num, more = first.shape[dims[0]], second.shape[dims[0]]
+    return [whole.narrow(dims[0], 0, num), whole.narrow(dims[0], num, more), whole][part]
+
+
+def _scale_of(tensor: Tensor) -> float:
+    return float(tensor.abs().nan_to_num(0, 0, 0).max()) if tensor.numel() else 0.0
+
+
+def _close(one: Tensor, other: Tensor, *, scale: float | None = None) -> bool:
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
         return torch.equal(one, other)
-    scale = float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0
+    scale = _scale_of(other) if scale is None else scale
     tolerance = _TOLERANCES.get(one.dtype, _TOLERANCE)
     return torch.allclose(one, other, rtol=0, atol=tolerance * max(scale, 1e-30), equal_nan=True)

@@ -20,6 +20,7 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     autocast_as,
     autocast_now,
     variables_as,
+    version_of,
 )
 from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.chain.block_outcome import (
@@ -189,7 +190,7 @@ class BlockCall:
         )
         if self.is_recomputed:
             self._autocast, self._variables = autocast_now(), copy_context()
-            self._versions = [tensor._version for tensor in self.arguments]
+            self._versions = list(map(version_of, self.arguments))
         else:
             self._given = None  # it never runs again
         if not self.wanted:
@@ -297,23 +298,24 @@ class BlockCall:
         """Leave out of the recompute the block's forward hooks that have changed nothing."""
         own = block.__dict__  # past a view's `__setattr__`, which writes into the module
         hooks = own["_forward_hooks"]
-        own["_forward_hooks"] = OrderedDict(
+        kept = OrderedDict(
             (key, hook if again else self._noting(key, hook))
             for key, hook in hooks.items()
             if not (again and key in self._idle_hooks)
         )
+        own.update(_forward_hooks=kept)
         try:
             yield
         finally:
-            own["_forward_hooks"] = hooks
+            own.update(_forward_hooks=hooks)
 
     def _noting(self, key: int, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward hook that notes whether it has changed the output."""
 
         def noting(*args: Any) -> Any:
-            versions = [tensor._version for tensor in tensors_in(args[-1])]
+            versions = list(map(version_of, tensors_in(args[-1])))
             result = hook(*args)
-            if result is None and versions == [t._version for t in tensors_in(args[-1])]:
+            if result is None and versions == list(map(version_of, tensors_in(args[-1]))):
                 self._idle_hooks.add(key)
             return result
 
@@ -327,7 +329,7 @@ class BlockCall:
         Raises:
             CaptureError: If it gives other tensors than the first time, or cannot get the same.
         """
-        if any(t._version != v for t, v in zip(self.arguments, self._versions, strict=True)):
+        if any(version_of(t) != v for t, v in zip(self.arguments, self._versions, strict=True)):
             raise CaptureError(WRITTEN_SINCE.format(self.name))
         with autocast_as(self._autocast), variables_as(self._variables):
             assert self._given is not None, "kept where a gradient is wanted"

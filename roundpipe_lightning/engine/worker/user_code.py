@@ -38,7 +38,9 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     QUESTIONS,
     ModeStack,
     RoundedLeaves,
+    is_transformed,
     name_of,
+    untransformed,
     without_autocast,
 )
 from roundpipe_lightning.engine.capture.trees import map_tensors, parameters_in, tensors_in
@@ -153,7 +155,7 @@ class UserCode(TorchFunctionMode):
         worker = self._worker()
         key = (worker.index, parameter)
         if key not in self.leaves:
-            with self.suspended():
+            with self.suspended(), untransformed():
                 values = worker.outside(parameter)
                 worker.renew(parameter, values)
                 leaf = nn.Parameter(values, requires_grad=parameter.requires_grad)
@@ -170,7 +172,7 @@ class UserCode(TorchFunctionMode):
         worker = self._worker()
         if worker.index not in self._buffers:
             self._buffers[worker.index] = self._new_buffers(worker)
-        with self.suspended():
+        with self.suspended(), untransformed():
             return self._buffers[worker.index].place(buffer)
 
     def _new_buffers(self, worker: Worker) -> PlacedBuffers:
@@ -191,6 +193,19 @@ class UserCode(TorchFunctionMode):
         placed = self._buffers.get(worker.index) or self._new_buffers(worker)
         return placed.write_back(self.maker.made, owner_of=self.owner_of)
 
+    def check_call(self, block: nn.Module, name: str) -> None:
+        """Raise a CaptureError if something is around the call of a block that misses it."""
+        if self.maker.is_changed(block):
+            around = "with other parameters, buffers or modules in it (functional_call, say)"
+        elif is_transformed():
+            around = "inside a transform (vmap, grad or jvp of torch.func, forward_ad)"
+        else:
+            return
+        raise CaptureError(
+            f"Block {name!r} is called {around}: the worker that runs it does not know of that. "
+            "Call a copy, made by copy.deepcopy: it runs as part of the step, outside the blocks."
+        )
+
     @property
     def used_parameters(self) -> set[nn.Parameter]:
         return {parameter for _, parameter in self.leaves} | self._streamed
@@ -198,12 +213,21 @@ class UserCode(TorchFunctionMode):
     def note_streamed(self, block: nn.Module) -> None:
         self._streamed.update(block.parameters())
 
-    def check_frozen(self) -> None:
-        """Raise if the code has made something trainable that was frozen when the step began.
+    def check_kept(self) -> None:
+        """Raise if the code has changed what later steps would not know of.
 
         Raises:
-            ConfigurationError: Naming it. Its gradient would be missing.
+            ConfigurationError: It has made something trainable, whose gradient would be missing, or
+                has replaced modules or parameters.
         """
+        for module, view in self.maker.made.items():
+            tables = view.__dict__["_modules"], view.__dict__["_parameters"]
+            if any(table.is_changed for table in tables):
+                raise ConfigurationError(
+                    "training_step has replaced a module or a parameter of "
+                    f"{type(module).__name__}, which the next step would not find. Do it in a "
+                    "hook, on_train_batch_start say, or put it under a new name."
+                )
         for (_, parameter), leaf in self.leaves.items():
             if leaf.requires_grad and not parameter.requires_grad:
                 name = self._name_of(parameter)
@@ -383,7 +407,8 @@ class UserCode(TorchFunctionMode):
         if name in QUESTIONS:
             return NotImplemented, args, kwargs
         if func is torch.autograd.grad and self.check_gradient is not None:
-            self.check_gradient(args[0], args[1])
+            if not is_transformed():  # else these are the transform's own
+                self.check_gradient(args[0], args[1])
             return func(*args, **kwargs), args, kwargs
         if self.cut is not None and name not in _WITHOUT_VALUES:
             args, kwargs = self._cut_off(self.cut, name, args, kwargs)

@@ -20,6 +20,7 @@ import logging
 import os
 import random
 import re
+import sys
 import sysconfig
 import types
 from collections import deque
@@ -70,6 +71,7 @@ class MetaCopy:
     Attributes:
         reason_not_copied: Why something the copy's code asks for was not copied; None so far.
         read: Attributes that the copy's code has read off modules, by the original and the name.
+        reads_tables: Whether it has read the `__dict__` of one.
 
     Raises:
         ConfigurationError: The module's code changes what is no part of the module.
@@ -85,6 +87,7 @@ class MetaCopy:
     ) -> None:
         self.reason_not_copied: str | None = None
         self.read: set[tuple[nn.Module, str]] = set()
+        self.reads_tables = False
         self._dtype = compute_dtype
         self._made: dict[int, tuple[object, Any]] = {id(a): (a, b) for a, b in replaced}
         self._modules: dict[nn.Module, nn.Module] = {}
@@ -263,7 +266,10 @@ class _Copied:
 
     def __getattribute__(self, name: str) -> Any:
         value, own = super().__getattribute__(name), super().__getattribute__("__dict__")
-        if name == "training" or (
+        if name == "__dict__":
+            if _is_users_path(sys._getframe(1).f_code.co_filename):  # noqa: SLF001
+                own["_copier"].reads_tables = True
+        elif name == "training" or (
             (type(value) in _PLAIN or name in own) and not hasattr(_PLAIN_MODULE, name)
         ):
             original = own["_copier"].original(self)
@@ -335,7 +341,11 @@ def _is_of_user(value: Any) -> bool:
     path = getattr(getattr(value, "__code__", None), "co_filename", None)
     if isinstance(value, types.ModuleType):
         path = getattr(value, "__file__", None)
-    return isinstance(path, str) and not (path.startswith(_INSTALLED) or "-packages" in path)
+    return isinstance(path, str) and _is_users_path(path)
+
+
+def _is_users_path(path: str) -> bool:
+    return not (path.startswith(_INSTALLED) or "-packages" in path)
 
 
 def _user_code_of(
@@ -348,10 +358,15 @@ def _user_code_of(
 
 
 def objects_of_code(module: nn.Module) -> list[Any]:
-    """Return the objects in the files of the user's modules that their code names."""
+    """Return the objects and classes in the files of the user's modules that their code names."""
     found = {id(v): v for _, f in _user_code_of(module) for _, v in _named_in(f)}
-    code = (type, types.FunctionType, types.ModuleType, Tensor, logging.Logger)
-    return [v for v in found.values() if hasattr(v, "__dict__") and not isinstance(v, code)]
+    code = (types.FunctionType, types.ModuleType, Tensor, logging.Logger)
+    return [
+        v
+        for v in found.values()
+        if hasattr(v, "__dict__") and not isinstance(v, code)
+        if not isinstance(v, type) or _is_of_user(sys.modules.get(v.__module__))
+    ]
 
 
 def variables_of_code(module: nn.Module) -> list[tuple[Mapping[str, Any], str]]:

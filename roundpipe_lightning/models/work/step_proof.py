@@ -28,19 +28,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from roundpipe_lightning.engine.capture.torch_functions import is_called_from
+from roundpipe_lightning.engine.capture.torch_functions import (
+    function_of_user,
+    has_foreign_saved_tensor_hooks,
+    is_called_from,
+    nodes_of,
+)
 from roundpipe_lightning.engine.capture.trees import map_leaves, map_tensors, tensors_in
 from roundpipe_lightning.models.work.meter import without_values
 
 _NUM_ROWS = (97, 101)
-# Their gradients keep rows apart.
-_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "roundpipe_lightning")
 _MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
-
-
-_IN_BLOCK = (
-    " in a block, of one microbatch in either mode: where it compares rows, set num_microbatches=1"
-)
+_IN_BLOCK = " in a block"
 
 
 class LossKind(Enum):
@@ -144,6 +143,8 @@ class _Tracer(TorchDispatchMode):
                 raise Unproven("it reads the value of a tensor")
             return False  # whether a mask leaves all: the same is computed if not
         result = without_values(func, args, kwargs)
+        if has_foreign_saved_tensor_hooks():
+            raise Unproven("hooks see the tensors that are saved for gradients")
         if self.is_paused:
             self._hidden += _tensors(result)
             # Experts with a capacity count who comes first. Small numbers are other sizes, too.
@@ -438,19 +439,11 @@ def _check_gradients(
     made: Sequence[Tensor], *, beyond: Sequence[Tensor] = (), whose: str = ""
 ) -> None:
     """Refuse gradients that code of the user's makes: it may look at those of all rows."""
-    pending = [tensor.grad_fn for tensor in made]
-    seen: set[Any] = {None, *(tensor.grad_fn for tensor in beyond)}
-    while pending:
-        node: Any = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        pending += [following for following, _ in node.next_functions]
-        function: Any = getattr(node, "_forward_cls", torch.autograd.Function)
-        if function is BackwardHookFunction:
+    for node in nodes_of(made, beyond=beyond):
+        if getattr(node, "_forward_cls", None) is BackwardHookFunction:
             raise Unproven("a hook sees the gradients of a module")
-        if function.__module__.partition(".")[0] not in _PACKAGES:
-            raise Unproven(f"it has gradients of its own ({function.__name__}){whose}")
+        if name := function_of_user(node):
+            raise Unproven(f"it has gradients of its own ({name}){whose}")
 
 
 def _memory(tensor: Tensor) -> int:
