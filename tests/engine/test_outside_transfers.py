@@ -1,6 +1,6 @@
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -18,6 +18,7 @@ from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES
 from roundpipe_lightning.engine.store.block_layout import Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
+from roundpipe_lightning.engine.transfer.gradient_downloads import HostSums
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.transfer.weight_prefetch import (
     OutsideUses,
@@ -31,8 +32,11 @@ from tests.kit.engine import (
     differences,
     emulated_workers,
     engine_for,
+    engine_of,
+    layers_of,
     mean_step,
     plain_step,
+    plan_of,
     regression_batches,
 )
 
@@ -328,6 +332,38 @@ def test_copies_go_on_while_gradients_are_summed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(GradientReducer, "add_stage", late)
     with engine_for(module, num_microbatches=2, devices=emulated_workers(1)) as engine:
         assert not differences(module, mean_step(engine, batches), plain)
+
+
+def test_compute_waits_where_much_has_landed_that_is_not_summed_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, may_sum = Regressor(12), threading.Event()
+    early: list[Callable[[], None]] = []
+    add_later = HostSums.add_later
+
+    def late(self: HostSums, add: Callable[[], None]) -> None:
+        if not early:
+            threading.Timer(0.3, may_sum.set).start()
+        if not may_sum.is_set():
+            early.append(add)
+
+        def add_then() -> None:
+            assert may_sum.wait(20)
+            add()
+
+        add_later(self, add_then)
+
+    monkeypatch.setattr(HostSums, "add_later", late)
+    stack = layers_of(module)
+    plan = plan_of(
+        stack,
+        num_workers=1,
+        num_microbatches=1,
+        partition=Partition(forward=(11,), backward=(1,) * 12),
+    )
+    with engine_of(module, stack, plan, devices=emulated_workers(1)) as engine:
+        mean_step(engine, regression_batches(1))
+    assert 0 < len(early) < 7
 
 
 def test_gradients_land_in_memory_that_is_used_again() -> None:

@@ -1,4 +1,5 @@
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import Step, StepResult, StepsInFlight
 from roundpipe_lightning.engine.store.host_store import HostStore, WeightVersions
+from roundpipe_lightning.engine.transfer.gradient_downloads import HostSums
 from roundpipe_lightning.engine.worker.loaded_blocks import PlacedBuffers
 from roundpipe_lightning.engine.worker.turns import Turns
 from roundpipe_lightning.planning.schedule.plan import Plan, rotated, turns_of_batch
@@ -78,12 +80,18 @@ def opened(module: Regressor, plan: Plan, *, emulated: bool = True) -> Iterator[
 
 
 def begin(
-    engine: Engine, number: int, *, call: Any = training_step, plan: Plan | None = None
+    engine: Engine,
+    number: int,
+    *,
+    call: Any = training_step,
+    plan: Plan | None = None,
+    backward: bool = True,
 ) -> Step:
     num_microbatches = NUM_MICROBATCHES if plan is None else plan.num_microbatches
     batches = [(x + number, y) for x, y in regression_batches(num_microbatches)]
     torch.manual_seed(number)
-    return engine.begin_step(batches, call, loss_scales=[0.5] * num_microbatches)
+    scales = [0.5] * num_microbatches
+    return engine.begin_step(batches, call, loss_scales=scales, backward=backward)
 
 
 def assert_same(found: StepResult, wanted: StepResult) -> None:
@@ -137,6 +145,35 @@ def test_outputs_have_landed_when_they_are_returned() -> None:
     ):
         wanted = begin(engine, 0).result().losses
         assert begin(engine, 0).outputs().losses == wanted
+        assert begin(engine, 0, backward=False).result().losses == wanted
+
+
+def test_sums_of_a_step_that_fails_end_before_its_error_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, plan = module_and_plan()
+    add_later, landed, summed = HostSums.add_later, threading.Event(), threading.Event()
+
+    def late(self: HostSums, add: Callable[[], None]) -> None:
+        def add_then() -> None:
+            time.sleep(0.3)
+            add()
+            summed.set()
+
+        add_later(self, add_then)
+        landed.set()
+
+    def fail() -> None:
+        assert landed.wait(TIMEOUT_SECONDS)
+        raise ValueError("the last block fails")
+
+    with opened(module, plan) as engine:
+        begin(engine, 0).result()
+        monkeypatch.setattr(HostSums, "add_later", late)
+        let_first_block(module, fail)
+        with pytest.raises(ValueError, match="the last block fails"):
+            begin(engine, 1).result()
+        assert summed.is_set()
 
 
 def test_the_first_batch_of_an_engine_is_waited_for() -> None:
