@@ -88,7 +88,8 @@ def _launch(name: str) -> None:
     import hydra
 
     folder = _config_folder()
-    sys.argv[1:] = in_settings(sys.argv[1:], folder)
+    # behind the options: Hydra reads settings in one go
+    sys.argv[1:] = sorted(in_settings(sys.argv[1:], folder), key=_is_setting)
     if {"-h", "--help"} & set(sys.argv[1:]):
         sys.stdout.write(_HELP[name])
     else:
@@ -323,6 +324,10 @@ def _keys(name: str, folder: Path) -> list[str]:
                 yield from below(value, f"{start}{key}.")
 
     return list(below(config, ""))
+
+
+def _is_setting(word: str) -> bool:
+    return word[:1] == "~" or ("=" in word and word[:1] != "-")
 
 
 def in_settings(arguments: list[str], folder: Path) -> list[str]:

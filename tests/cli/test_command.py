@@ -194,8 +194,8 @@ def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
 
 
 def test_sweeps_with_the_basic_launcher(tmp_path: Path) -> None:
-    jobs = ("optimizer.lr=0.001,-1,abc,0.01", "hydra.sweep.dir=sweep")
-    done = run_here(tmp_path, *jobs, options=("-m",), status=2)
+    jobs = "optimizer.lr=0.001,-1,abc,0.01"
+    done = run_here(tmp_path, jobs, "-m", "hydra.sweep.dir=sweep", status=2)
     losses = [summary(tmp_path / "sweep" / number)["val_loss"] for number in ("0", "3")]
     assert losses[0] != losses[1]
     table = done.stdout.partition("This sweep")[2]
