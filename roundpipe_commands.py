@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,8 @@ def explain(error: BaseException, name: str, folder: Path) -> str:
     key = refused[1].partition("@")[0]
     word = key.rpartition(".")[2]
     ours = [setting for setting, theirs in _ELSEWHERE.items() if word in theirs.split()]
+    if key == f"trainer.{word}" and word in signature(_module("cli.build").Trainer).parameters:
+        return f"Lightning's Trainer has {word}, conf/trainer does not: +{key}=... hands it over."
     groups = [path.name for path in folder.iterdir()]
     near = ours or [other for other in _near(key, groups + _keys(name, folder)) if other != key]
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
