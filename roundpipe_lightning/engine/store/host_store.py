@@ -357,10 +357,7 @@ class HostStore:
         self.await_updated(block)
         if device.shares_host_memory:
             served = self._served
-            return {
-                p: served[p].detach().to(p.dtype) if p in served else p.detach()
-                for p in self._of_block[block]
-            }
+            return {p: served.get(p, p).detach().to(p.dtype) for p in self._of_block[block]}
         values: dict[nn.Parameter, Tensor] = {}
         with self.versions.reading(device) as reads_previous:
             previous = self.previous if reads_previous else {}

@@ -391,7 +391,7 @@ class GradientReducer:
         total: Gradients = {}
         for sums in (*(stage.sums for stage in self._stages), self._shared.sums):
             fold(total, sums)
-            sums.clear()  # a step is in cycles: it stays until the garbage collector runs
+            sums.clear()  # a step may be held for longer than its gradients
         return total
 
 

@@ -32,8 +32,6 @@ from roundpipe_lightning.strategy.resume.randomness import (
     LoaderRandomness,
     State,
     host_state,
-    plain,
-    raw_host_state,
     set_host_state,
 )
 
@@ -335,14 +333,14 @@ class _Iteration(Iterator[Any]):
         return self._inner is None and self.place is None
 
     def before_fetch(self, num_fetched: int) -> State | None:
-        return plain(self._history[-num_fetched]) if len(self._history) >= num_fetched else None
+        return self._history[-num_fetched] if len(self._history) >= num_fetched else None
 
     def __next__(self) -> Any:
         if self._inner is None:
             for position in self._position.siblings:
                 position.open()
         assert self._inner is not None
-        self._history.append(raw_host_state())
+        self._history.append(host_state())
         self._num_asked += 1
         if not self._is_stamped:
             return next(self._inner)

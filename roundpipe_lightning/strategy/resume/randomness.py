@@ -24,14 +24,8 @@ State: TypeAlias = Mapping[str, Any]
 
 def host_state() -> dict[str, Any]:
     """Return the states of torch's, Python's and numpy's host generators."""
-    state: dict[str, Any] = plain(raw_host_state())
-    return state
-
-
-def raw_host_state() -> dict[str, Any]:
-    """Return these states without what takes time: `plain` makes them fit for a checkpoint."""
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator is what is kept
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy}
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": _plain(numpy)}
 
 
 def set_host_state(state: State) -> None:
@@ -121,7 +115,7 @@ def _state_of(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return plain(generator.bit_generator.state)
+    return _plain(generator.bit_generator.state)
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -133,8 +127,8 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Numpy's arrays and numbers as Python's, so that `weights_only=True` loads them."""
     if isinstance(value, Mapping):
-        return {key: plain(entry) for key, entry in value.items()}
+        return {key: _plain(entry) for key, entry in value.items()}
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
