@@ -470,6 +470,17 @@ def test_what_does_not_reach_into_blocks_is_refused(call: Any, message: str) -> 
             begun.result()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_tracing_a_step_says_what_to_do() -> None:
+    class Conditional(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return torch.cond(loss > 0, torch.sin, torch.cos, (loss,))
+
+    with pytest.raises(Exception, match=r"torch\.cond as an `if`"):
+        check(Conditional())
+
+
 def test_hooks_on_saved_tensors_around_blocks() -> None:
     class Saves(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

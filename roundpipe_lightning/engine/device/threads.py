@@ -182,6 +182,18 @@ def add_note(error: BaseException, note: str) -> None:
     noted.__notes__ = [*getattr(error, "__notes__", []), note]
 
 
+_TRACED = (
+    "A step that workers share is not traced as a whole: write torch.cond as an `if`, or with "
+    "torch.where, and leave out fullgraph=True. RoundPipeStrategy(compile=True) compiles blocks."
+)
+
+
+def _note_place(error: BaseException, place: str) -> None:
+    add_note(error, f"This happened in {place}.")
+    if type(error).__module__.startswith("torch._dynamo"):
+        add_note(error, _TRACED)
+
+
 @contextmanager
 def noted(place: str) -> Iterator[None]:
     """Note on errors of the body where they happened."""
@@ -189,13 +201,13 @@ def noted(place: str) -> Iterator[None]:
         yield
     except Exception as error:
         if not any(place in note for note in getattr(error, "__notes__", ())):
-            add_note(error, f"This happened in {place}.")
+            _note_place(error, place)
         raise
 
 
 def raise_noted(error: BaseException, place: str) -> NoReturn:
     """Raise an error again, with a note that says where it happened."""
-    add_note(error, f"This happened in {place}.")
+    _note_place(error, place)
     try:
         raise error
     finally:  # its traceback refers to this frame: no circle that holds the step's tensors
