@@ -299,7 +299,11 @@ def explain(error: BaseException, name: str, folder: Path) -> str:
     if key == f"trainer.{word}" and word in signature(_module("cli.build").Trainer).parameters:
         return f"Lightning's Trainer has {word}, conf/trainer does not: +{key}=... hands it over."
     groups = [path.name for path in folder.iterdir()]
-    near = ours or [other for other in _near(key, groups + _keys(name, folder)) if other != key]
+    near = ours or [
+        other
+        for other in _near(key, [*dict.fromkeys(groups + _keys(name, folder))])
+        if other != key
+    ]
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     return f"There is no setting {key}.{meant} --cfg job shows all; +{key}=... adds one."
 

@@ -100,7 +100,9 @@ class Job:
         if self.strategy is not None:
             name = config.trainer.precision
             if name not in SUPPORTED_PRECISIONS:
-                near = difflib.get_close_matches(str(name), SUPPORTED_PRECISIONS, n=1, cutoff=0.4)
+                near = difflib.get_close_matches(str(name), SUPPORTED_PRECISIONS, n=1, cutoff=0.7)
+                bits = "bf16" if "bf" in str(name) else re.sub(r"\D", "", str(name))
+                near += sorted(one for one in SUPPORTED_PRECISIONS if one.startswith(f"{bits}-"))
                 raise ConfigurationError(
                     f"trainer.precision={name} is not one of {', '.join(SUPPORTED_PRECISIONS)}."
                     + (f" The nearest is {near[0]}." if near else "")

@@ -380,6 +380,8 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["output=jsn"], "output=jsn is not one of text, json"),
         (["trainer.strategy.loss=fusd"], "set 'auto', 'fused' or 'eager'"),
         (["trainer.precision=bf16-mix"], "The nearest is bf16-mixed"),
+        (["trainer.precision=bf16"], "The nearest is bf16-mixed"),  # as Lightning understands it
+        (["trainer.precision=fp16"], "The nearest is 16-mixed"),
         (["data.seq_len=1e9"], "data.seq_len=1000000000.0: give a whole number"),
         (["data.seq_len=2048"], "longer than the 1024 positions"),
         (["partition.num_microbatches=9"], "more than the data.batch_size=8"),
