@@ -197,8 +197,8 @@ _MOST_POINTS = 1000
 _STYLE = """
 body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#212529}
 table{border-collapse:collapse}td,th{padding:.2rem 1rem .2rem 0;text-align:left}
-td.b{width:16rem}td.b div{background:#74c0fc;height:.9rem}svg{max-width:100%;height:auto}
-pre{background:#f1f3f5;padding:.8rem;white-space:pre-wrap}
+td.b{width:16rem}td.b~td{white-space:nowrap}td.b div{background:#74c0fc;height:.9rem}
+svg{max-width:100%;height:auto}pre{background:#f1f3f5;padding:.8rem;white-space:pre-wrap}
 """
 
 
