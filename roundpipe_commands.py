@@ -296,9 +296,10 @@ def explain(error: BaseException, name: str, folder: Path) -> str:
     key = refused[1].partition("@")[0]
     word = key.rpartition(".")[2]
     ours = [setting for setting, theirs in _ELSEWHERE.items() if word in theirs.split()]
-    if key == f"trainer.{word}" and word in signature(_module("cli.build").Trainer).parameters:
-        return f"Lightning's Trainer has {word}, conf/trainer does not: +{key}=... hands it over."
     groups = [path.name for path in folder.iterdir()]
+    is_argument = key == f"trainer.{word}" and word not in groups
+    if is_argument and word in signature(_module("cli.build").Trainer).parameters:
+        return f"Lightning's Trainer has {word}, conf/trainer does not: +{key}=... hands it over."
     near = ours or [
         other
         for other in _near(key, [*dict.fromkeys(groups + _keys(name, folder))])

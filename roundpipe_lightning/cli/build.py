@@ -85,6 +85,9 @@ def build_run(config: DictConfig) -> Run:
                 f"paths.{name}={config.paths[name]}: a run's folder is on this machine. "
                 "Checkpoints may go elsewhere: callbacks.last_checkpoint.dirpath=s3://bucket/run."
             )
+    for name in ("callbacks", "logger"):
+        if name in config.trainer:
+            raise ConfigurationError(f"trainer.{name} is not read: choose {name}=..., see --help.")
     checkpoint = find_checkpoint(config)
     job = Job(config)
     check_devices(job)

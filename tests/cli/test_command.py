@@ -72,6 +72,7 @@ def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
         ("trainer.strategy.dryrun=false", "Did you mean trainer.strategy.dry_run"),
         ("lr=1", "There is no setting lr. Did you mean optimizer.lr?"),
         ("trainer.fast_dev_run=true", "conf/trainer does not: +trainer.fast_dev_run=... hands it"),
+        ("trainer.callbacks=[]", "Did you mean callbacks?"),
         ("data.seqlen=3", "Did you mean data.seq_len"),
         ("optimizer.learning_rate=1", "Did you mean optimizer.lr?"),
         ("base_model=gpt2", "Did you mean model?"),

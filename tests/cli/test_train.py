@@ -192,6 +192,7 @@ REFUSED = {
     "folder": (["model.weights=pretrained", "model.hub_name=."], ModelSourceError, "local folder"),
     "split": (["data.batch_size=3"], BatchError, "data.batch_size=3"),
     "steps": (["scheduler.num_warmup_steps=-1"], ConfigurationError, "num_warmup_steps=-1"),
+    "a group of ours": (["+trainer.logger=false"], ConfigurationError, "choose logger=..."),
     "precision": (["trainer.precision=12"], ConfigurationError, "trainer.precision=12"),
     "text": (["data.text.train_bytes=0"], ConfigurationError, "train_bytes"),
     "r": (["peft=lora", "peft.r=0"], ConfigurationError, "peft.r=0 must be a whole number"),
