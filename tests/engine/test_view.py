@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import abc
+import pickle
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -203,6 +204,13 @@ def test_attributes_are_the_originals_live(server: Server) -> None:
 def test_a_view_describes_itself_as_the_original(server: Server) -> None:
     module = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1))
     assert repr(server.maker.view_of(module)) == repr(module)
+
+
+def test_a_view_is_saved_as_the_original(server: Server) -> None:
+    original = Derived()
+    saved = pickle.loads(pickle.dumps(server.view(original)))
+    assert type(saved) is Derived
+    assert torch.equal(saved.child.weight, original.child.weight)
 
 
 def test_a_view_reads_what_it_has_written(server: Server) -> None:

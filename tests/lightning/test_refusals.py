@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 import roundpipe_lightning
-from roundpipe_lightning.errors import BatchError, ConfigurationError, PlanError
+from roundpipe_lightning.errors import BatchError, CaptureError, ConfigurationError, PlanError
 from roundpipe_lightning.strategy.checks import register
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import Regressor, make_trainer, regression_data
@@ -279,3 +279,24 @@ def test_a_module_may_say_by_itself_what_its_parameters_are(tmp_path: Path) -> N
     trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
     trainer.fit(OfHead("sgd"), regression_data())
     assert trainer.global_step == 4
+
+
+class _RunsBackward(Regressor):
+    """Runs backward in its step, of its loss or of the head's part alone."""
+
+    def __init__(self, run: Callable[[Any], None], *, of_head: bool) -> None:
+        super().__init__("sgd")
+        self.run, self.of_head = run, of_head
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.run(self.head(batch[0]).mean() if self.of_head else loss)
+        return loss if self.of_head else None
+
+
+@pytest.mark.parametrize("run", [torch.Tensor.backward, torch.autograd.backward])
+@pytest.mark.parametrize("of_head", [False, True])
+def test_a_step_that_runs_backward_itself(tmp_path: Path, run: Any, of_head: bool) -> None:
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    with pytest.raises(CaptureError, match=r"backward\(\).*automatic_optimization = False"):
+        trainer.fit(_RunsBackward(run, of_head=of_head), regression_data())

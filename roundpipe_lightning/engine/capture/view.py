@@ -232,6 +232,9 @@ class View:
             return
         own[name] = value
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__dict__["_view_of"].__reduce_ex__(protocol)  # saved as the original
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a module with what the view has now, where its code runs."""
         views = [view.__dict__ for view in self.modules() if _is_view(view)]

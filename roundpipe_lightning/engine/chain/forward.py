@@ -80,6 +80,7 @@ class ForwardPass:
             self.calls, user=user, turns=turns, sources=self.sources, backward=backward
         )
         user.check_gradient = self.segments.check_gradient
+        user.check_backward = self.segments.check_backward
         user.side_outputs.on_use = self.segments.side_output_used
         self._names = {b: n for s in stacks for b, n in zip(s.blocks, s.names, strict=True)}
         self._following = following_blocks(stacks)

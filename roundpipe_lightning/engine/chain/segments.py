@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.chain.values import BlockCall, Source, Sources, Value
@@ -202,7 +203,7 @@ class Segments:
             return
         nodes = _nodes([t.grad_fn for t in outputs], leaves=True)
         reached = any(
-            leaf.requires_grad and torch.autograd.graph.get_gradient_edge(leaf).node in nodes
+            leaf.requires_grad and get_gradient_edge(leaf).node in nodes
             for leaf in self.last.leaves.values()
         )
         inside = all(t.grad_fn is not None and not self.is_earlier(t) for t in inputs)
@@ -212,6 +213,22 @@ class Segments:
                 "they run backward only after the user's code, whose graph ends at the last block. "
                 "Set RoundPipeStrategy(recompute='none'), ask for gradients of what was made "
                 "after the blocks, or make the term part of the loss."
+            )
+
+    def check_backward(self, *tensors: Tensor) -> None:
+        """Refuse `backward` where gradients would be lost in blocks, or found by the engine's own.
+
+        Raises:
+            CaptureError: If a part of the graph is in the blocks, or trained parameters get some.
+        """
+        nodes = _nodes([t.grad_fn for t in tensors], leaves=True)
+        trained = self._user.leaves.values() if self._backward else ()
+        leaves = (*self.last.leaves.values(), *trained)
+        if any(t.requires_grad and get_gradient_edge(t).node in nodes for t in leaves):
+            raise CaptureError(
+                "training_step calls backward() on what trained parameters or blocks have made, "
+                "which the Trainer does after training_step. Leave the call out, or set "
+                "self.automatic_optimization = False."
             )
 
     def clear(self) -> None:

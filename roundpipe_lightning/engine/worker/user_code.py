@@ -114,6 +114,8 @@ class UserCode(TorchFunctionMode):
         self.cut: Callable[[Tensor], Tensor] | None = None
         #: Refuses `torch.autograd.grad` of outputs and inputs where it would miss something.
         self.check_gradient: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
+        #: Refuses `backward` of tensors where it would miss or leave something.
+        self.check_backward: Callable[..., None] = lambda *tensors: None
         self._module = module
         self._worker = worker
         self._workers = tuple(workers)
@@ -300,6 +302,7 @@ class UserCode(TorchFunctionMode):
         self.side_outputs.clear()
         self.stream = self.cut = self.check_gradient = None
         del self._worker, self._rounded, self.before_write, self._parameter_writes
+        del self.check_backward
 
     # ----------------------------------------------------------------------------------- places
 
@@ -405,6 +408,8 @@ class UserCode(TorchFunctionMode):
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         name = name_of(func)
         if name in QUESTIONS:
+            if name == "backward":
+                self.check_backward(*tensors_in(args[0]))
             return NotImplemented, args, kwargs
         if func is torch.autograd.grad and self.check_gradient is not None:
             if not is_transformed():  # else these are the transform's own
