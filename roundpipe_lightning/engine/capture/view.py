@@ -137,7 +137,7 @@ class LazyTable(dict[str, V], Generic[V]):
 
     @property
     def is_changed(self) -> bool:
-        return any(self._own.values()) or not self.keys() >= set(self.known)
+        return len(self) < len(self.known) or (bool(self._own) and any(self._own.values()))
 
     def note_written_back(self) -> None:
         self._own = dict.fromkeys(self._own, False)
@@ -506,9 +506,14 @@ class ViewMaker:
         view: Any = self._stand_ins.get(id(module), (module, self.made.get(module)))[1]
         if not _is_view(view):
             return False
-        own = view.__dict__
-        children = (m for m in module.__dict__["_modules"].values() if m is not None)
-        return any(own[t].is_changed for t in _TABLES) or any(map(self.is_changed, children))
+        own, made, others = view.__dict__, self.made, self._stand_ins
+        children = module.__dict__["_modules"].values()
+        return (
+            own["_parameters"].is_changed
+            or own["_buffers"].is_changed
+            or own["_modules"].is_changed
+            or any(map(self.is_changed, [m for m in children if m in made or id(m) in others]))
+        )
 
     def rebound(self, value: Any, holder: nn.Module) -> Any:
         """Return a method of a module below `holder`, which keeps it, bound to that one's view."""
