@@ -54,6 +54,33 @@ def test_attribute_of_a_block(num_workers: int, workers: Workers) -> None:
     check_parity(module, num_workers=num_workers, devices=workers(num_workers), tolerance=1e-06)
 
 
+class Described(Tensor):
+    """Gives its attributes to what is computed of it, and copies them with itself.
+
+    MONAI's MetaTensor does so.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors: Any = super()
+        result = tensors.__torch_function__(func, types, args, kwargs)
+        if isinstance(result, Described) and args and isinstance(args[0], Described):
+            copied = copy.deepcopy if func is Tensor.clone else dict
+            result.__dict__.update(copied(args[0].__dict__))
+        return result
+
+
+def test_what_is_computed_of_a_tensor_has_not_its_origin() -> None:
+    def call(view: Any, batch: Any, index: int) -> Any:
+        x, y = batch
+        output = view(x.as_subclass(Described).clone())
+        penalties = [layer.penalty.clone() * 2 for layer in view.layers]
+        loss = functional.mse_loss(output, y) + torch.stack(penalties).sum()
+        return loss.as_subclass(Tensor)
+
+    check_parity(Penalised(), call=call, num_workers=2, tolerance=1e-06)
+
+
 class PenalisedInBetween(Penalised):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         del batch_idx

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,23 @@ class Origin(NamedTuple):
     block: int
     function: int  # number of the torch function within the block; 0 are the block's inputs
     position: int  # which of the function's results
+
+
+class _Mark:
+    """The origin of one tensor: where a subclass gives it to another tensor, that one has none."""
+
+    __slots__ = ("origin", "tensor")
+
+    def __init__(self, origin: Origin, tensor: Tensor) -> None:
+        self.origin, self.tensor = origin, ref(tensor)
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+
+def _origin_of(tensor: Tensor) -> Origin | None:
+    mark: _Mark | None = getattr(tensor, _ORIGIN, None)
+    return mark.origin if mark is not None and mark.tensor() is tensor else None
 
 
 class Watch(Enum):
@@ -103,7 +121,7 @@ class SideOutputs:
             if self._watch is Watch.MARK:
                 if isinstance(tensor, nn.Parameter):
                     continue  # all microbatches of a round have it
-                setattr(tensor, _ORIGIN, origin)
+                setattr(tensor, _ORIGIN, _Mark(origin, tensor))
                 continue
             if origin in self._leaks and tensor.requires_grad:
                 self._check_leak(tensor, *self._leaks[origin])
@@ -129,7 +147,7 @@ class SideOutputs:
                 self.check(arg)
 
     def _check_argument(self, tensor: Tensor) -> None:
-        origin: Origin | None = getattr(tensor, _ORIGIN, None)
+        origin = _origin_of(tensor)
         if origin is not None and (origin.run is not self or origin.block != self._block):
             origin.run.note_leak(origin, tensor, self._name)
         elif (
@@ -147,7 +165,7 @@ class SideOutputs:
 
     def leaf_for(self, tensor: Tensor) -> Tensor:
         """Return the tensor to use in the tail's graph: a leaf for a side output."""
-        origin: Origin | None = getattr(tensor, _ORIGIN, None)
+        origin = _origin_of(tensor)
         if origin is None or origin.run is not self or not torch.is_grad_enabled():
             return tensor
         if not (tensor.is_floating_point() or tensor.is_complex()):
