@@ -98,12 +98,12 @@ class _Quantized(nn.Module):
         if torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         whole = _Whole(self)
-        self.__dict__["_whole"] = whole
+        self.__dict__.update(_whole=whole)  # of this run: a view's is not written into the module
         try:
             with saved_tensors_hooks(whole.pack, whole.unpack):
                 return super().forward(*args, **kwargs)
         finally:
-            del self.__dict__["_whole"]
+            self.__dict__.pop("_whole")
             whole.weights.clear()
 
 

@@ -491,8 +491,12 @@ def test_what_a_step_keeps_past_attributes(tmp_path: Path) -> None:
             return 1 + torch.rand(())
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert "passing" not in self.__dict__
             self.__dict__["steps"] = self.__dict__.get("steps", 0) + 1
-            return super().training_step(batch, batch_idx) * self.scale * self.__dict__["steps"]
+            self.__dict__["passing"] = self.briefly = True
+            loss = super().training_step(batch, batch_idx) * self.scale * self.__dict__["steps"]
+            del self.__dict__["passing"], self.briefly
+            return loss
 
         def on_train_end(self) -> None:
             self.drawn = torch.rand(())

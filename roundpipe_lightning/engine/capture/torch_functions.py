@@ -71,11 +71,15 @@ def is_called_from(*modules: str, within: str = "") -> bool:
     return frame is not None
 
 
+# Their gradients keep rows apart.
+_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "roundpipe_lightning")
+
+
 def has_foreign_saved_tensor_hooks() -> bool:
-    """Return whether hooks see saved tensors that are not torch's own: they may change values."""
+    """Return whether hooks of the user's see saved tensors: they may change values."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     module = "" if hooks is None else getattr(hooks[0], "__module__", None) or ""
-    return hooks is not None and module.partition(".")[0] != "torch"
+    return hooks is not None and module.partition(".")[0] not in _PACKAGES
 
 
 @contextmanager
@@ -97,10 +101,6 @@ def saved_tensor_hooks_away() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(taken):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-# Their gradients keep rows apart.
-_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "roundpipe_lightning")
 
 
 def nodes_of(made: Iterable[Tensor], *, beyond: Iterable[Tensor] = ()) -> Iterator[Any]:

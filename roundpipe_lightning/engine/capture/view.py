@@ -55,7 +55,8 @@ HOOKS = tuple(name for name in nn.Module().__dict__ if re.fullmatch(r"_(forward|
 
 def write_through(module: nn.Module, name: str, value: Any) -> None:
     if value is DELETED:
-        delattr(module, name)
+        with suppress(AttributeError):  # made and deleted meanwhile
+            delattr(module, name)
     elif name in HOOKS:  # the handles of hooks refer to the table
         table = module.__dict__[name]
         hooks = dict(value)
@@ -168,6 +169,12 @@ class Attributes(dict[str, Any]):
         if not (self["_class_swapped"] or _is_entry(self["_view_of"], name)):
             written = value.__dict__["_view_of"] if _is_view(value) else value
             self["_write"](self["_view_of"], name, written)
+
+    def __delitem__(self, name: str) -> None:
+        self[name]  # raises as a dict does
+        super().pop(name, None)
+        self["_gone"].add(name)
+        self["_write"](self["_view_of"], name, DELETED)
 
     def __iter__(self) -> Iterator[str]:
         own = (name for name in dict.keys(self) if name not in _BOOKS)
