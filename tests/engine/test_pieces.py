@@ -464,7 +464,8 @@ def test_what_does_not_reach_into_blocks_is_refused(call: Any, message: str) -> 
     def step(view: Any, batch: Any, index: int) -> Any:
         return functional.mse_loss(call(view, batch[0]), batch[1])
 
-    with engine_for(module, num_workers=2, num_microbatches=3) as engine:
+    # Transforms do not know of emulated tensors, nor do graphs.
+    with engine_for(module, devices=[CpuDevice(0), CpuDevice(1)], num_microbatches=3) as engine:
         begun = engine.begin_step([batch_of()], step, loss_scales=[1.0], joined=True, step_seed=0)
         with pytest.raises((CaptureError, ConfigurationError), match=message):
             begun.result()
@@ -478,7 +479,7 @@ def test_tracing_a_step_says_what_to_do() -> None:
             return torch.cond(loss > 0, torch.sin, torch.cos, (loss,))
 
     with pytest.raises(Exception, match=r"torch\.cond as an `if`"):
-        check(Conditional())
+        check(Conditional(), devices=[CpuDevice(0), CpuDevice(1)])
 
 
 def test_hooks_on_saved_tensors_around_blocks() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.errors import CaptureError
 from tests.kit.architectures import CausalLM, build_model, decoder_stack, token_batches
 from tests.kit.engine import (
@@ -78,7 +79,9 @@ def test_what_is_computed_of_a_tensor_has_not_its_origin() -> None:
         loss = functional.mse_loss(output, y) + torch.stack(penalties).sum()
         return loss.as_subclass(Tensor)
 
-    check_parity(Penalised(), call=call, num_workers=2, tolerance=1e-06)
+    # emulated devices have a subclass of their own
+    devices: list[Device] = [CpuDevice(0), CpuDevice(1)]
+    check_parity(Penalised(), call=call, num_workers=2, devices=devices, tolerance=1e-06)
 
 
 class PenalisedInBetween(Penalised):
