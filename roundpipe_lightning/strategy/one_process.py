@@ -6,7 +6,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
@@ -17,7 +17,6 @@ from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.errors import ConfigurationError, HostError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import checks, compat
-from roundpipe_lightning.strategy.checks import with_workers
 from roundpipe_lightning.strategy.hosts import agreement, launch
 
 T = TypeVar("T")
@@ -145,7 +144,9 @@ class OneProcessStrategy(ParallelStrategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
-        self._trainers_accelerator = with_workers(accelerator, lambda: self.parallel_devices or ())
+        if type(accelerator) is CUDAAccelerator:
+            accelerator = checks.WorkersOnCuda(lambda: self.parallel_devices or ())
+        self._trainers_accelerator = accelerator
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
