@@ -143,7 +143,7 @@ class OneProcessStrategy(ParallelStrategy):
         return self._trainers_accelerator
 
     @accelerator.setter
-    def accelerator(self, accelerator: Accelerator) -> None:
+    def accelerator(self, accelerator: Accelerator | None) -> None:
         if type(accelerator) is CUDAAccelerator:
             accelerator = checks.WorkersOnCuda(lambda: self.parallel_devices or ())
         self._trainers_accelerator = accelerator

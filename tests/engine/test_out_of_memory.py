@@ -10,7 +10,6 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.worker.out_of_memory import (
-    HeldMemory,
     Shortage,
     is_out_of_memory,
     memory_explained,
@@ -137,8 +136,13 @@ class _Holder:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def held_memory(self, *, boundaries: int) -> HeldMemory:
-        return HeldMemory(weights=4 << 30, gradients=3 << 30, outside=2 << 30, boundaries=1 << 30)
+    def held_memory(self, *, boundaries: int) -> dict[str, int]:
+        return {
+            "weights, of this stage and the next": 4 << 30,
+            "gradients of the stage": 3 << 30,
+            "parameters used outside the blocks": 2 << 30,
+            "boundaries of the microbatch": 1 << 30,
+        }
 
 
 def _shortage(device: Device | None = None, *, num_workers: int = 1, **given: Any) -> Shortage:
@@ -156,7 +160,7 @@ def _shortage(device: Device | None = None, *, num_workers: int = 1, **given: An
         "plan": plan,
         "stage": plan.partition.stage(StageKind.FUSED, 0),
     }
-    worker = _Holder(device or CpuDevice())
+    worker: Any = _Holder(device or CpuDevice())
     return Shortage(worker, workers=[worker] * num_workers, **{**described, **given})
 
 

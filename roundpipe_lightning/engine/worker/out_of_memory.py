@@ -13,15 +13,14 @@ block ── torch.OutOfMemoryError ──▶ memory_explained ──▶ DeviceM
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
-from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import DeviceMemoryError
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, Stage, StageKind
@@ -44,60 +43,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllocatorFigures:
-    """Figures of a device's allocator and driver, in bytes."""
-
-    total_bytes: int  # the device's memory
-    free_bytes: int  # what nobody has
-    allocated_bytes: int  # in tensors of this process
-    reserved_bytes: int  # held by this process's allocator, tensors included
-
-    @classmethod
-    def read(cls, device: Device) -> AllocatorFigures | None:
-        if not isinstance(device, AcceleratorDevice) or not device.runtime.counts_memory:
-            return None
-        where = device.torch_device
-        free, total = torch.accelerator.get_memory_info(where)
-        return cls(
-            total_bytes=total,
-            free_bytes=free,
-            allocated_bytes=torch.accelerator.memory_allocated(where),
-            reserved_bytes=torch.accelerator.memory_reserved(where),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldMemory:
-    """Memory that a worker held, in bytes, by its own count."""
-
-    # of the stage's blocks, of those that stay or are uploaded for the next stage, and what is set
-    # aside for them and their gradients
-    weights: int = 0
-    gradients: int = 0  # of these weights
-    outside: int = 0  # parameters that user code outside the blocks uses
-    boundaries: int = 0  # what the microbatch brought to the stage or keeps for a later one
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.outside + self.boundaries
-
-
-class MemoryHolder(Protocol):
-    """A worker, as far as memory goes."""
-
-    device: Device
-
-    def held_memory(self, *, boundaries: int) -> HeldMemory:
-        """Return the bytes in use there now."""
+_UNUSED = "kept by the allocator, unused"
+_OTHERS = "other processes and the driver"
 
 
 @dataclass(eq=False)
 class Shortage:
     """A worker that ran out of memory. Made at that moment, while the tensors are alive."""
 
-    worker: MemoryHolder
-    workers: Sequence[MemoryHolder]  # all of them, some of which may share its device
+    worker: Worker
+    workers: Sequence[Worker]  # all of them, some of which may share its device
     place: str  # the stage, microbatch and worker, for messages
     plan: Plan
     stage: Stage | None = None  # None where it happened between the actions
@@ -110,39 +65,35 @@ class Shortage:
 
     def explain(self, error: BaseException) -> str:
         """Return a text: the error, the memory by kind, and settings that need less."""
-        figures = AllocatorFigures.read(self.device)
+        total, parts = self._memory()
+        has = "held, as counted by the worker:"
         lines = [
             f"{_in_lightnings_words(error)} in {self.place}. {_first_sentences(error)}",
-            *self._holders(figures),
+            f"{self.device.name} {has if total is None else f'has {total / _GIB:.2f} GiB:'}",
+            *(f"  {max(0, num_bytes) / _GIB:8.2f} GiB {name}" for name, num_bytes in parts.items()),
+            *(["  (activations are not counted on this device)"] if total is None else []),
             "Settings that need less, the first ones without other results:",
-            *(f"  - {text}" for text in self._remedies(figures)),
+            *(f"  - {text}" for text in (*self._remedies(), *_other_remedies(total, parts))),
         ]
         return "\n".join(lines)
 
-    def _holders(self, figures: AllocatorFigures | None) -> Iterator[str]:
-        held = self.held
-        parts = {
-            "weights, of this stage and the next": held.weights,
-            "gradients of the stage": held.gradients,
-            "parameters used outside the blocks": held.outside,
-            "boundaries of the microbatch": held.boundaries,
+    def _memory(self) -> tuple[int | None, dict[str, int]]:
+        """Return the device's bytes, None if nobody counts, and who has how many of them."""
+        device, held = self.device, self.held
+        if not isinstance(device, AcceleratorDevice) or not device.runtime.counts_memory:
+            return None, held
+        free, total = torch.accelerator.get_memory_info(device.torch_device)
+        allocated = torch.accelerator.memory_allocated(device.torch_device)  # in tensors
+        reserved = torch.accelerator.memory_reserved(device.torch_device)  # tensors included
+        return total, {
+            **held,
+            "activations and other tensors": allocated - sum(held.values()),
+            _UNUSED: reserved - allocated,
+            _OTHERS: total - free - reserved,
+            "free": free,
         }
-        if figures is None:
-            yield f"{self.device.name} held, as counted by the worker:"
-        else:
-            unused = figures.reserved_bytes - figures.allocated_bytes
-            others = figures.total_bytes - figures.free_bytes - figures.reserved_bytes
-            parts["activations and other tensors"] = figures.allocated_bytes - held.total
-            parts["kept by the allocator, unused"] = unused
-            parts["other processes and the driver"] = others
-            parts["free"] = figures.free_bytes
-            yield f"{self.device.name} has {figures.total_bytes / _GIB:.2f} GiB:"
-        for name, num_bytes in parts.items():
-            yield f"  {max(0, num_bytes) / _GIB:8.2f} GiB {name}"
-        if figures is None:
-            yield "  (activations are not counted on this device)"
 
-    def _remedies(self, figures: AllocatorFigures | None) -> Iterator[str]:
+    def _remedies(self) -> Iterator[str]:
         plan, count = self.plan, self.plan.num_microbatches
         yield (
             f"RoundPipeStrategy(num_microbatches={2 * count}) in place of {count}, up to the "
@@ -174,24 +125,23 @@ class Shortage:
             )
         if self.stage is not None and self.stage.kind is StageKind.FUSED:
             yield "RoundPipeStrategy(loss='fused'): logits are never whole"
-        yield from self._other_remedies(figures)
 
-    def _other_remedies(self, figures: AllocatorFigures | None) -> Iterator[str]:
-        yield "Trainer(precision='bf16-mixed') or 'bf16-true' in place of '32-true'"
-        if figures is None:
-            return
-        large = _LARGE_SHARE * figures.total_bytes
-        if figures.reserved_bytes - figures.allocated_bytes > large:
-            yield (
-                "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment: the allocator "
-                "keeps less that it cannot use"
-            )
-        if figures.total_bytes - figures.free_bytes - figures.reserved_bytes > large:
-            yield "end the other processes on the device (nvidia-smi lists them)"
+
+def _other_remedies(total: int | None, parts: Mapping[str, int]) -> Iterator[str]:
+    yield "Trainer(precision='bf16-mixed') or 'bf16-true' in place of '32-true'"
+    if total is None:
+        return
+    if parts[_UNUSED] > _LARGE_SHARE * total:
         yield (
-            "RoundPipeStrategy(hardware=...) with a smaller device_bytes than "
-            f"{figures.total_bytes}: the planner leaves more free"
+            "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment: the allocator "
+            "keeps less that it cannot use"
         )
+    if parts[_OTHERS] > _LARGE_SHARE * total:
+        yield "end the other processes on the device (nvidia-smi lists them)"
+    yield (
+        f"RoundPipeStrategy(hardware=...) with a smaller device_bytes than {total}: the planner "
+        "leaves more free"
+    )
 
 
 def _in_lightnings_words(error: BaseException) -> str:
@@ -202,9 +152,9 @@ def _in_lightnings_words(error: BaseException) -> str:
     return "Out of device memory (CUDA out of memory)"
 
 
-def _first_sentences(error: BaseException, count: int = 2) -> str:
+def _first_sentences(error: BaseException) -> str:
     sentences = str(error).strip().splitlines()[0].split(". ") if str(error).strip() else []
-    said = ". ".join(sentences[:count]).rstrip(".")
+    said = ". ".join(sentences[:2]).rstrip(".")
     return f"The allocator says: {said}." if said else "The allocator says nothing more."
 
 

@@ -31,7 +31,6 @@ from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer,
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageWeights
 from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerTransfers
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
-from roundpipe_lightning.engine.worker.out_of_memory import HeldMemory
 from roundpipe_lightning.planning.report.step_record import WorkerState
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
@@ -242,19 +241,26 @@ class Worker:
         in_use = resident + self._streamed_bytes + outside + num_bytes
         self._peak_bytes = max(self._peak_bytes, in_use)
 
-    def held_memory(self, *, boundaries: int) -> HeldMemory:
+    def held_memory(self, *, boundaries: int) -> dict[str, int]:
+        """Return the bytes in use here, by what has them, for messages.
+
+        Args:
+            boundaries: What the microbatch brought to the stage or keeps for a later one.
+        """
         resident = self._resident
         weights = 0 if resident is None else resident.num_bytes
         outside = sum(parameter.nbytes for parameter in self._outside)
         if self.transfers is not None:
             outside = self.transfers.weights.outside_bytes
             weights = self.transfers.num_bytes - outside
-        return HeldMemory(
-            weights=self._streamed_bytes + weights,
-            gradients=0 if resident is None else resident.gradient_bytes,
-            outside=outside,
-            boundaries=boundaries,
-        )
+        return {
+            # of the stage's blocks, of those that stay or are uploaded for the next stage, and what
+            # is set aside for them and their gradients
+            "weights, of this stage and the next": self._streamed_bytes + weights,
+            "gradients of the stage": 0 if resident is None else resident.gradient_bytes,
+            "parameters used outside the blocks": outside,
+            "boundaries of the microbatch": boundaries,
+        }
 
     def state(self, state: WorkerState) -> WorkerState:
         """Return the state with the worker's queues and memory."""
