@@ -25,7 +25,7 @@ from roundpipe_lightning.engine.exchange.exchange import Exchange
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.engine.steps import StepOutputs, StepResult
-from roundpipe_lightning.engine.update.fingerprint import fingerprint
+from roundpipe_lightning.engine.store.block_layout import fingerprint
 from roundpipe_lightning.engine.update.updater import Updater, update_units
 from roundpipe_lightning.engine.whole_batch import ManualStep
 from roundpipe_lightning.errors import StepModeError

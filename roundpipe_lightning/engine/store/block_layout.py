@@ -15,6 +15,7 @@ it has. Steps W2 and W5 of docs/design.md.
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -258,6 +259,14 @@ def bytes_of(tensor: Tensor) -> Tensor:
     """Return the memory of a tensor without gaps as flat bytes."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)
+
+
+def fingerprint(values: Tensor) -> int:
+    """Return a checksum of a host tensor's values: it shows writes that PyTorch does not count.
+
+    It counts neither those through `tensor.data` nor those of compiled kernels.
+    """
+    return zlib.crc32(bytes_of(values.contiguous()).numpy())
 
 
 def region_bytes(sizes: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.exchange.hosts import Hosts
-from roundpipe_lightning.engine.update.fingerprint import fingerprint
+from roundpipe_lightning.engine.store.block_layout import fingerprint
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.precision import RoundPipePrecision
