@@ -206,7 +206,7 @@ class PipelineMonitor(Listening):
             self._steps_seen = trainer.global_step
             self._steps_left -= 1
             flags: Any = trainer
-            if self._is_due(now) and (flags.fast_dev_run or not self._window.is_empty):
+            if self._is_due(now) and (flags.fast_dev_run or self._window.num_batches):
                 began = time.thread_time()  # not the wall's: on a busy machine others run, too
                 self._log(trainer, pl_module)
                 spent = time.thread_time() - began
@@ -406,16 +406,9 @@ class MeasuredBatch:
         return idle
 
 
-_MOST_WAITING = 32
-
-
 @dataclass(kw_only=True)
 class Window:
-    """Sums over batches. Seconds of workers are those of all workers together.
-
-    Batches are added up when somebody asks for figures, many at a time: code that runs once between
-    two steps, whose data has taken all caches, takes several times as long as in a loop.
-    """
+    """Sums over batches. Seconds of workers are those of all workers together."""
 
     wall_seconds: float = 0.0
     data_seconds: float = 0.0
@@ -432,23 +425,8 @@ class Window:
     computed_operations: float = 0.0
     peak_operations: float = 0.0
     num_batches: int = 0
-    waiting: list[MeasuredBatch] = field(default_factory=list)
 
     def add(self, batch: MeasuredBatch) -> None:
-        self.waiting.append(batch)
-        if len(self.waiting) == _MOST_WAITING:
-            self._add_waiting()
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.num_batches or self.waiting)
-
-    def _add_waiting(self) -> None:
-        for batch in self.waiting:
-            self._add(batch)
-        self.waiting.clear()
-
-    def _add(self, batch: MeasuredBatch) -> None:
         self.num_batches += 1
         self.wall_seconds += batch.wall_seconds
         self.data_seconds += batch.data_seconds
@@ -479,9 +457,8 @@ class Window:
                 self.peak_operations += batch.wall_seconds * record.peak_operations_per_second
 
     def merge(self, later: Window) -> None:
-        later._add_waiting()
         for name, value in vars(later).items():
-            if not isinstance(value, (dict, list)):
+            if not isinstance(value, dict):
                 setattr(self, name, getattr(self, name) + value)
         self.counts.update(later.counts)
         for cause, seconds in later.idle.items():
@@ -489,7 +466,6 @@ class Window:
 
     def figures(self) -> dict[str, float]:
         """The rates and shares, by name; those that are not known are missing."""
-        self._add_waiting()
         if self.wall_seconds <= 0:
             return {}
         wall = self.wall_seconds
