@@ -349,31 +349,11 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tenso
     return func(*args, **kwargs)  # type: ignore[no-any-return]
 
 
-def _type_as(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> torch.Tensor:
-    return move(args[0], tag_of(args[1])).to(args[1].dtype)
-
-
-def _cpu(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> torch.Tensor:
-    return move(args[0], None)
-
-
-def _tolist(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    return untag(args[0]).tolist()
-
-
 def _numpy(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> NoReturn:
     raise TypeError(
         f"can't convert a tensor on {tag_of(args[0])} to numpy. "
         "Use Tensor.cpu() to copy the tensor to host memory first."
     )
-
-
-def _data_ptr(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> int:
-    return args[0]._raw.data_ptr()  # type: ignore[no-any-return]
-
-
-def _get_data(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> TaggedTensor:
-    return TaggedTensor(args[0]._raw, args[0]._tag)
 
 
 def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -434,19 +414,19 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
 _Special = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _SPECIAL_FUNCTIONS: Mapping[Any, _Special] = {
     torch.Tensor.to: _to,
-    torch.Tensor.type_as: _type_as,
-    torch.Tensor.cpu: _cpu,
-    torch.Tensor.tolist: _tolist,
+    torch.Tensor.type_as: lambda _, args, __: move(args[0], tag_of(args[1])).to(args[1].dtype),
+    torch.Tensor.cpu: lambda _, args, __: move(args[0], None),
+    torch.Tensor.tolist: lambda _, args, __: untag(args[0]).tolist(),
     torch.Tensor.numpy: _numpy,
     torch.Tensor.__array__: _numpy,
     torch.Tensor.__dlpack__: _numpy,
-    torch.Tensor.data_ptr: _data_ptr,
+    torch.Tensor.data_ptr: lambda _, args, __: args[0]._raw.data_ptr(),
     torch.Tensor.backward: _backward,
     torch.autograd.backward: _backward,
     torch.autograd.grad: _backward,
     torch.Tensor.new: _new,
     torch.Tensor.new_tensor: _new,
-    torch.Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
+    torch.Tensor.data.__get__: lambda _, args, __: TaggedTensor(args[0]._raw, args[0]._tag),  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr]
     torch.Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]

@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from roundpipe_lightning.engine.capture.arguments import Copies, Reference
-from roundpipe_lightning.engine.capture.placeholder import RUN_HERE, make_proxy, writes_first
+from roundpipe_lightning.engine.capture.placeholder import make_proxy, writes_first
 from roundpipe_lightning.engine.capture.torch_functions import KEEP_PLACE, QUESTIONS, name_of
 from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.capture.view import ViewClasses, ViewMaker, put, write_through
@@ -146,7 +146,7 @@ class Evaluation:
 
     def _block_called(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
-            return RUN_HERE
+            return NotImplemented
         self._user.check_call(block, self._names[block])
         with self._user.suspended():
             position = self.chain.find(block, gradient=None, start=0)
@@ -267,7 +267,7 @@ class ManualStep:
     def _block_called(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a proxy: run the block, so that nothing but its inputs is kept."""
         if self.meeting.runs_a_block:
-            return RUN_HERE
+            return NotImplemented
         if not torch.is_grad_enabled():
             with self.meeting.in_block():
                 return self.proxies[block](*args, **kwargs)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
-from roundpipe_lightning.engine.capture.randomness import mix
+from roundpipe_lightning.engine.capture.randomness import mix, seeded
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import UpdateAborted
 from roundpipe_lightning.engine.engine import Engine
@@ -51,7 +51,6 @@ from roundpipe_lightning.strategy.planning.inputs import PlanEvent, Planned, num
 from roundpipe_lightning.strategy.planning.planner import StepPlanner
 from roundpipe_lightning.strategy.step import (
     InFlightBatch,
-    device_generators_seeded,
     loss_of_batch,
 )
 from roundpipe_lightning.strategy.updates import parameter_watch
@@ -626,7 +625,11 @@ class PipelineRuntime:
         step = ManualStep(self._module, blocks=blocks, device=device, apart=self._metrics.metrics)
         with (
             self._metrics.lent(),
-            device_generators_seeded(device, self._batch_number),
+            # Checkpoints have the host's generators only; so a resumed run draws the same numbers.
+            seeded(
+                [each for each in device.generators() if each is not torch.default_generator],
+                mix(torch.initial_seed(), self._batch_number),
+            ),
             patch.object(self._module, "log", host_log(self._module)),
         ):
             output: STEP_OUTPUT = step.run_step(call, batch)

@@ -29,8 +29,7 @@ come later than `backward()`: the node notes what arrives, the batch is in fligh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,9 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
-from roundpipe_lightning.engine.capture.randomness import mix
 from roundpipe_lightning.engine.chain.chain import Chain
-from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.steps import Step, StepResult
 from roundpipe_lightning.engine.update.updater import Updater
 from roundpipe_lightning.planning.report.step_record import EngineCounters, StepRecord
@@ -251,27 +248,6 @@ class _PrecomputedGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, arriving: Tensor) -> Any:
         return (None, None, None, *ctx.take(arriving))
-
-
-# What goes in ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def device_generators_seeded(device: Device, batch_number: int) -> Iterator[None]:
-    """Seed a device's own generators for one step: from the run's seed and the batch's number.
-
-    Checkpoints have the host's generators only; so a resumed run draws the same numbers.
-    """
-    host = torch.default_generator
-    own = [generator for generator in device.generators() if generator is not host]
-    states = [generator.get_state() for generator in own]
-    for generator in own:
-        generator.manual_seed(mix(host.initial_seed(), batch_number))
-    try:
-        yield
-    finally:
-        for generator, state in zip(own, states, strict=True):
-            generator.set_state(state)
 
 
 # What comes out ----------------------------------------------------------------------------------

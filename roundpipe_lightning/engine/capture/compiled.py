@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,6 @@ Backend: TypeAlias = str | Callable[..., Any]
 """A backend of `torch.compile`: its name, or a function of a graph and its inputs."""
 
 INDUCTOR = "inductor"
-
-
-class Placed(Protocol):
-    """Blocks on a worker."""
-
-    def leaf_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return the placeholder of a parameter there."""
-
-    def buffer_of(self, buffer: Tensor) -> Tensor:
-        """Return the placeholder of a buffer there."""
 
 
 class BlockCompiler:
@@ -89,10 +79,14 @@ class BlockCompiler:
         *,
         block: nn.Module,
         name: str,
-        placed: Placed,
+        placed: Any,
         stream: RandomStream | None,
     ) -> nn.Module:
-        """Return a block's callable: its compiled code, or the view where it is not compiled."""
+        """Return a block's callable: its compiled code, or the view where it is not compiled.
+
+        Args:
+            placed: The `ResidentBlocks` that have it.
+        """
         if not self.compiles(name):
             return view
         copy = plain_copy(block, parameter=placed.leaf_of, buffer=placed.buffer_of)
@@ -105,20 +99,13 @@ class BlockCompiler:
         kind = frozenset(tensor.device for tensor in tensors), kind_of(block)
         with self._lock:
             if kind not in self._kinds:
-                self._kinds[kind] = self._compiled(number=len(self._kinds))
+                # PyTorch keeps compiled code by Python's code objects: every kind has one.
+                code = _call.__code__.replace(co_name=f"block_of_kind_{len(self._kinds)}")
+                function = types.FunctionType(code, _call.__globals__, code.co_name)
+                options: Any = {"fallback_random": True} if self._backend == INDUCTOR else None
+                compiled: Any = torch.compile(function, backend=self._backend, options=options)
+                self._kinds[kind] = compiled
             return self._kinds[kind]
-
-    def _compiled(self, *, number: int) -> Callable[..., Any]:
-        # PyTorch keeps compiled code by Python's code objects: every kind has one of its own.
-        code = _call.__code__.replace(co_name=f"block_of_kind_{number}")
-        function = types.FunctionType(code, _call.__globals__, code.co_name)
-        options: dict[str, Any] | None = None
-        if self._backend == INDUCTOR:
-            options = {"fallback_random": True}
-        compiled: Callable[..., Any] = torch.compile(
-            function, backend=self._backend, options=options
-        )
-        return compiled
 
 
 class _Compiled(nn.Module):
@@ -154,17 +141,13 @@ def kind_of(block: nn.Module) -> Any:
             name,
             type(module),
             module.training,
-            *map(_form_of, module.__dict__["_parameters"].items()),
+            *(
+                (name, p if p is None else (p.shape, p.dtype, p.requires_grad))
+                for name, p in module.__dict__["_parameters"].items()
+            ),
         )
         for name, module in block.named_modules()
     )
-
-
-def _form_of(entry: tuple[str, nn.Parameter | None]) -> Any:
-    name, parameter = entry
-    if parameter is None:
-        return (name,)
-    return name, parameter.shape, parameter.dtype, parameter.requires_grad
 
 
 def plain_copy(
@@ -183,7 +166,7 @@ def plain_copy(
         made[original] = new
         state = dict(original.__dict__)
         for table, place in (("_parameters", parameter), ("_buffers", buffer), ("_modules", copy)):
-            state[table] = _mapped(state[table], place)
+            state[table] = {k: None if v is None else place(v) for k, v in state[table].items()}
         for name, value in state.items():
             if isinstance(value, types.MethodType) and value.__self__ is original:
                 state[name] = types.MethodType(value.__func__, new)
@@ -191,7 +174,3 @@ def plain_copy(
         return new
 
     return copy(module)
-
-
-def _mapped(table: Mapping[str, Any], place: Callable[[Any], Any]) -> dict[str, Any]:
-    return {name: None if value is None else place(value) for name, value in table.items()}

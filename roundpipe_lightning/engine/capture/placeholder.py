@@ -17,7 +17,6 @@ because other blocks have got its values already.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -118,17 +117,9 @@ def materialized(node: Any) -> Any:
     return map_tensors(lambda x: x.value.materialize() if isinstance(x, LazyTensor) else x, node)
 
 
-class RunHere(Enum):
-    """Answer to a proxy that runs its block itself."""
-
-    RUN_HERE = "run here"  # run the block as part of the user's code around it
-
-
-RUN_HERE = RunHere.RUN_HERE
-
 Called: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """Function that a proxy calls: block, positional and keyword arguments. Returns the block's output,
-or RUN_HERE."""
+or `NotImplemented` where the block is to run as part of the user's code around it."""
 
 
 class BlockProxy(View):
@@ -139,7 +130,7 @@ class BlockProxy(View):
         own = self.__dict__
         answer = own["_called"](own["_view_of"], args, kwargs)
         plain: Any = super()
-        return plain.__call__(*args, **kwargs) if answer is RUN_HERE else answer
+        return plain.__call__(*args, **kwargs) if answer is NotImplemented else answer
 
 
 def make_proxy(

@@ -144,6 +144,19 @@ def mix(*parts: int) -> int:
     return state >> 1
 
 
+@contextmanager
+def seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
+    """Seed generators until the end of the context, then put them back."""
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
 def may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call may draw random numbers, from whichever generator."""
     name = getattr(func, "__name__", "")
@@ -226,17 +239,9 @@ class StepDraws:
     def draw(
         self, seed: int, generators: Sequence[torch.Generator], call: Callable[[], Any]
     ) -> Any:
-        """Run `call` with every generator seeded, then put the generators back."""
         self.num_draws += 1
-        with self._lock:
-            states = [generator.get_state() for generator in generators]
-            try:
-                for generator in generators:
-                    generator.manual_seed(seed)
-                return call()
-            finally:
-                for generator, state in zip(generators, states, strict=True):
-                    generator.set_state(state)
+        with self._lock, seeded(generators, seed):
+            return call()
 
 
 class RandomStream:

@@ -266,7 +266,7 @@ def fingerprint(values: Tensor) -> int:
 
     It counts neither those through `tensor.data` nor those of compiled kernels.
     """
-    return zlib.crc32(bytes_of(values.contiguous()).numpy())
+    return zlib.crc32(bytes_of(values.contiguous()).numpy().data)
 
 
 def region_bytes(sizes: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
@@ -21,7 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from roundpipe_lightning.engine.capture.randomness import mix
+from roundpipe_lightning.engine.capture.randomness import mix, seeded
 from roundpipe_lightning.engine.exchange.hosts import Hosts
 from roundpipe_lightning.errors import BatchError, ConfigurationError, DataError, HostError
 from roundpipe_lightning.models.batches import batch_size_of
@@ -344,22 +344,13 @@ class GlobalBatch:
         self.logged = [calls for part in parts for calls in part.logged]
 
 
-@contextmanager
-def own_draws(hosts: Hosts, batch_number: int) -> Iterator[None]:
+def own_draws(hosts: Hosts, batch_number: int) -> AbstractContextManager[None]:
     """Let the process's generator draw other numbers on every host, while user code runs.
 
     Host 0's goes on as on one host. The others' go back, and are set to its state by each epoch.
     """
-    if hosts.rank == 0:
-        yield
-        return
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.manual_seed(mix(generator.initial_seed(), batch_number, hosts.rank))
-    try:
-        yield
-    finally:
-        generator.set_state(before)
+    own = [torch.default_generator] if hosts.rank else []
+    return seeded(own, mix(torch.initial_seed(), batch_number, hosts.rank))
 
 
 def _check_terms(parts: Sequence[HostPart]) -> None:
