@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -53,7 +54,12 @@ from roundpipe_lightning.modules import ModelSource
 from roundpipe_lightning.modules.language import CausalLanguageModule
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, network_rate
 from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
-from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
+from roundpipe_lightning.planning.search.fit import (
+    FitAnswer,
+    TrainingJob,
+    fit_training,
+    holds_block,
+)
 from roundpipe_lightning.planning.search.request import PartitionHints
 from roundpipe_lightning.precision import SUPPORTED_PRECISIONS, RoundPipePrecision
 from roundpipe_lightning.strategy.options import GradientFormat, Options
@@ -334,6 +340,20 @@ class Job:
                 model or another number of devices.
         """
         options = replace(self.options, hardware=self.hardware)
+        with self._gradient_format():
+            return self._new_planner(options)
+
+    @contextmanager
+    def _gradient_format(self) -> Iterator[None]:
+        """Give the model's parameters, which jobs share, gradients in this one's dtype."""
+        gradients = GradientFormat(self.options, self.precision)
+        gradients.begin(self.model.module)
+        try:
+            yield
+        finally:
+            gradients.end()
+
+    def _new_planner(self, options: Options) -> StepPlanner:
         return StepPlanner(
             self.model.module,
             stacks=self.model.stacks,
@@ -368,12 +388,9 @@ class Job:
         groups = {name: config.get(name) for name in ("model", "module", "peft")}
         text = OmegaConf.to_yaml(OmegaConf.create(groups, parent=config), resolve=True)
         names = None if options is None else options.block_names
-        formats = (config.trainer.get("precision"), options and options.gradient_dtype)
-        key = repr((text, names, formats))
+        key = repr((text, names, config.trainer.get("precision")))
         if key not in self._models:
             module = self._module_without_values()
-            if options is not None:
-                GradientFormat(options, self.precision).begin(module)
             self._models[key] = MetaModel(
                 module=module,
                 stacks=find_stacks(module, names),
@@ -410,14 +427,16 @@ class Job:
         shape = MicrobatchShape(sequences=sequences, seq_len=seq_len or self.seq_len)
         work = self.model.work(fused=self._fuses(shape))
         step = StepWork(work=work, knows_activations=True)
-        job = self.planner.job(
-            step.pieces(num_microbatches) if is_joined else step,
-            num_microbatches,
-            shape=shape,
-            num_batches=self.num_batches,
-            batch_sequences=self.batch_size,
-            is_full=True,
-        )
+        planner = self.planner
+        with self._gradient_format():
+            job = planner.job(
+                step.pieces(num_microbatches) if is_joined else step,
+                num_microbatches,
+                shape=shape,
+                num_batches=self.num_batches,
+                batch_sequences=self.batch_size,
+                is_full=True,
+            )
         return self._with_given_plan(job)
 
     def _fuses(self, shape: MicrobatchShape) -> bool:
@@ -443,11 +462,17 @@ class Job:
         Raises:
             RoundPipeError: The model cannot be measured, or a hint cannot be kept.
         """
-        return fit_training(*map(self.training, self.microbatch_counts()))
+        first, *others = self.microbatch_counts()
+        job = self.training(first)
+        # Larger microbatches need more; the first one's answer says what is missing.
+        return fit_training(job, *map(self.training, others if holds_block(job) else ()))
 
+    @cached_property
     def first_job(self) -> TrainingJob:
         """The planner's view before anything is measured: parameters, not activations."""
-        return self._with_given_plan(self.planner.first_job())
+        planner = self.planner
+        with self._gradient_format():
+            return self._with_given_plan(planner.first_job())
 
     def _with_given_plan(self, job: TrainingJob) -> TrainingJob:
         """The job with everything fixed that a plan fixes, where one was given."""

@@ -21,6 +21,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.planning.model.hardware import config_folder, load_hardware
 from roundpipe_lightning.planning.model.work import WorkProfile
+from roundpipe_lightning.planning.search.fit import TrainingJob
 from roundpipe_lightning.planning.search.partition import Effort
 from roundpipe_lightning.planning.search.remedies import Price
 from tests.kit.programs import run_program
@@ -162,6 +163,35 @@ def test_what_its_parameters_rule_out_is_not_measured(
     little = (*GPU, "hardware.device_bytes=420000000", "hardware.host_memory=1MB")
     ask.text(*little, status=EXIT_DOES_NOT_FIT)
     assert len(measured) <= 5, "the model, and what may be enough"
+
+
+def test_jobs_that_differ_in_their_gradients_dtype_share_a_model(tmp_path: Path) -> None:
+    models: dict[str, MetaModel] = {}
+
+    def gradient_bytes(dtype: str) -> float:
+        given = f"trainer.strategy.gradient_dtype={dtype}"
+        job = Job(configure(tmp_path, *GPU, given), models=models)
+        assert all(p.grad_dtype is p.dtype for p in job.model.module.parameters())
+        return job.first_job.storage.gradient_bytes
+
+    assert [gradient_bytes(dtype) for dtype in ("null", "bf16", "null")] == [4.0, 2.0, 4.0]
+    assert len(models) == 1
+
+
+def test_of_what_no_device_holds_the_smallest_microbatches_alone_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(configure(tmp_path, *GPU, "hardware.device_bytes=420000000", "data.batch_size=64"))
+    asked: list[int] = []
+    training = job.training
+
+    def counted(count: int) -> TrainingJob:
+        asked.append(count)
+        return training(count)
+
+    monkeypatch.setattr(job, "training", counted)
+    assert "cannot hold" in job.answer().reason_no_plan
+    assert asked == job.microbatch_counts()[:1] == [64]
 
 
 def test_a_tail_segment_that_is_too_large_is_named(tmp_path: Path) -> None:
@@ -352,7 +382,9 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
     assert again["plan"] == made["plan"]
     assert again["predicted"] == made["predicted"]
     assert "drop one" in ask.error(*GPU, f"partition.plan={saved}", "partition.team_size=1")
-    assert "4 workers" in ask.error("hardware=rtx4090x2", f"partition.plan={saved}")
+    refused = ask.error("hardware=rtx4090x2", f"partition.plan={saved}")
+    assert "4 workers" in refused
+    assert "set partition=auto." in refused, "the command's key, not the strategy's argument"
     assert "made for another batch" in ask.error(
         *GPU[:1], "data.batch_size=2", f"partition.plan={saved}"
     )

@@ -448,7 +448,7 @@ def test_rounded_copies_are_a_change_where_host_or_devices_lack_memory(tmp_path:
     ):
         cards = ("hardware=rtx4090x2", f"trainer.strategy.upload_dtype={given}")
         job = Job(compose_small(tmp_path, *cards), models=models)
-        need = getattr(fit_training(job.first_job()).memory, place).total_bytes
+        need = getattr(fit_training(job.first_job).memory, place).total_bytes
         less = f"hardware.{place}_bytes={need - 1000}"
         job = Job(compose_small(tmp_path, *cards, less), models=models)
         found = cheapest_changes(job, is_measured=False, count=30)
@@ -469,7 +469,7 @@ def test_what_fits_is_offered_by_a_machine_that_has_just_enough(
         found = cheapest_changes(job, is_measured=False, count=30)
         return {r.change.overrides: answer.memory.host.total_bytes for r, answer in found}
 
-    need = fit_training(Job(compose_small(tmp_path, *cards), models=models).first_job())
+    need = fit_training(Job(compose_small(tmp_path, *cards), models=models).first_job)
     offered = changes(f"hardware.host_bytes={need.memory.host.total_bytes - 1}")
     offered = {change: size for change, size in offered.items() if "hardware" not in str(change)}
     assert len(offered) > 2

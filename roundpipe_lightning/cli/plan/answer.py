@@ -62,7 +62,7 @@ def longest_seq_len(job: Job, *, too_long: int = _LONGEST + _MULTIPLE) -> int:
 
     The microbatches are those of the job, or of one sequence where their number is open.
     """
-    if not fits_memory(job.first_job()):  # nothing that is measured makes that better
+    if not fits_memory(job.first_job):  # nothing that is measured makes that better
         return 0
     count = job.microbatch_counts()[0]
 
@@ -218,13 +218,13 @@ def _changes(job: Job, *, is_measured: bool) -> Iterator[Remedy[Change]]:
     """Yield what can be changed, the cheapest first."""
 
     def seen(job: Job) -> TrainingJob:
-        return job.training(job.microbatch_counts()[0]) if is_measured else job.first_job()
+        return job.training(job.microbatch_counts()[0]) if is_measured else job.first_job
 
     may_fit = cache(partial(_may_fit, job, before=job))
 
     def hopeful(price: Price, make: Callable[[], Job]) -> TrainingJob:
         is_coarser = price < Price.TRAINABLE and not may_fit()
-        if is_coarser or (is_measured and not fits_memory(make().first_job())):
+        if is_coarser or (is_measured and not fits_memory(make().first_job)):
             raise FitError("Its parameters alone do not fit.")  # the rest takes seconds to measure
         return seen(make())
 
@@ -260,7 +260,7 @@ def _may_fit(job: Job, *, before: Job) -> bool:
         return kept / max(1, sum(size for size, _ in sizes))
 
     least = min((share(block) for stack in job.model.stacks for block in stack.blocks), default=0.0)
-    return fits_memory(at_least(job.first_job(), share=least))
+    return fits_memory(at_least(job.first_job, share=least))
 
 
 _Row = tuple[Price, str, Mapping[str, Any], str]
@@ -352,7 +352,7 @@ def _slower_storage(job: Job) -> Iterator[_Row]:
     adamw = _host_adamw(job)
     if adamw is None or adamw["offload"] is not None:
         return
-    training = job.first_job()
+    training = job.first_job
     size = 2 * _MOMENT_BYTES[adamw["moments"]] * training.work.num_trainable
     rate = training.hardware.disk_bytes_per_second
     cost = (
@@ -387,20 +387,20 @@ def _less_of_the_state(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator
 
 def _more_hosts(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
     """The fewest hosts that fit: each keeps a part of what is stored of every parameter."""
-    for times in (2, 4) if fits_memory(at_least(job.first_job())) else ():
+    for times in (2, 4) if fits_memory(at_least(job.first_job)) else ():
         num, (size, rest) = times * job.num_nodes, divmod(job.batch_size, times)
         keys = {"trainer.num_nodes": num, "data.batch_size": size}
         if rest or (job.num_microbatches or 1) > size:
             continue
         its = job.with_changes(keys)
-        if fits_memory(its.first_job()) and fits_memory(seen(its)):
+        if fits_memory(its.first_job) and fits_memory(seen(its)):
             cost = f"the same results but for rounding, on {num} such hosts"
             yield Price.HOST_MEMORY, f"nodes={num} data.batch_size={size}", keys, cost
             return
 
 
 def _larger_machines(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
-    first = job.first_job()
+    first = job.first_job
     others = (replace(first, hardware=spec) for _, spec in other_machines(first))
     if not fits_memory(first) and not any(map(fits_memory, others)):
         return
@@ -455,12 +455,12 @@ def check_memory(job: Job) -> None:
             what = "The model with its optimizer"
             check_host_memory(size, what=what, way_out="Train a smaller one.")
         return
-    first = job.first_job()
+    first = job.first_job
     if fits_memory(first if free is None else _limited(first, free)):
         return
     if free is not None and free < first.hardware.host_bytes:
         job = job.with_changes({"hardware.host_memory": free})
-        first = job.first_job()
+        first = job.first_job
     reason = fit_training(first).memory.reason
     texts = [
         f"({number}) {change_text(remedy, answer)}"

@@ -67,6 +67,7 @@ class MetaCopy:
         compute_dtype: What floating-point parameters are in the copy. None: what they are.
         settings: Attributes of the copy's root that differ from the original's.
         replaced: Pairs of an object of the original and what the copy has in its place.
+        alike: Modules by those that are alike, whose copies have the same parts.
 
     Attributes:
         reason_not_copied: Why something the copy's code asks for was not copied; None so far.
@@ -84,7 +85,9 @@ class MetaCopy:
         compute_dtype: torch.dtype | None = None,
         settings: Mapping[str, Any] | None = None,
         replaced: Iterable[tuple[object, object]] = (),
+        alike: Mapping[nn.Module, nn.Module] | None = None,
     ) -> None:
+        self._alike = alike or {}
         self.reason_not_copied: str | None = None
         self.read: set[tuple[nn.Module, str]] = set()
         self.reads_tables = False
@@ -156,7 +159,11 @@ class MetaCopy:
             else:
                 withheld[name] = value
         own["_compiled_call_impl"] = None
+        like = self._alike.get(module, module)
         for table in _TABLES:
+            if like is not module:
+                own[table] = self.module_copy(like).__dict__[table]
+                continue
             entries = state[table].items()
             own[table] = {n: None if v is None else self.copy(v) for n, v in entries}
         copy.__dict__.update(own)

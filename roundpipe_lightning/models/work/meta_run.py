@@ -30,6 +30,7 @@ from roundpipe_lightning.models.work.meter import Count, FusedAttention, Meter
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device)
 _DEPTH = 4
+_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MANY_BLOCKS = 3  # fewer blocks than this may count something else, such as dimensions
 
 Call: TypeAlias = Callable[[nn.Module, int, int], Any]
@@ -298,7 +299,8 @@ def _description(block: nn.Module) -> dict[str, str]:
     for name, module in block.named_modules():
         lines[f"{name}:"] = f"{type(module).__module__}.{type(module).__qualname__}"
         for key, value in vars(module).items():
-            lines[f"{name}:{key}"] = _described(value)
+            if key not in _EVERY_MODULE or value:  # most have no hooks and no parameters
+                lines[f"{name}:{key}"] = _described(value)
     return lines
 
 

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+
+from roundpipe_lightning.engine.capture.trees import tensors_in
 
 aten = torch.ops.aten
 
@@ -84,8 +85,7 @@ class Meter(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and _is_question(args[0]):  # noqa: SLF001
             return True
         result = without_values(func, args, kwargs)
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made, read = list(tensors_in(result)), list(tensors_in((args, kwargs)))
         for tensor in read:  # what was there before is not counted when a view of it is made
             self._known.setdefault(tensor.untyped_storage(), True)
         self._track(made)

@@ -92,12 +92,20 @@ def work_profile(
         )
     run_module, original = module, None
     chain = run_chain = chain_of(stack)
+    kinds = kinds_of(chain.links)
     if settings is not None:
-        copy = MetaCopy(module, compute_dtype=compute_dtype, settings=settings, replaced=replaced)
+        firsts: dict[int, nn.Module] = {}
+        pairs = zip(kinds, chain.links, strict=True)
+        copy = MetaCopy(
+            module,
+            compute_dtype=compute_dtype,
+            settings=settings,
+            replaced=replaced,
+            alike={link.block: firsts.setdefault(kind, link.block) for kind, link in pairs},
+        )
         run_module, original = copy.module, copy.original
         run_chain = _copied(chain, copy)
     run = call if fusion is None else _fused(call, fusion, run_chain)
-    kinds = kinds_of(run_chain.links)
 
     def three_runs(seq_len: int) -> list[tuple[list[SegmentCost], set[nn.Module]]]:
         shapes = ((1, seq_len), (1, 2 * seq_len), (2, seq_len))

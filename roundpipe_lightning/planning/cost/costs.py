@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.model.profile import ModelProfile, prefix_sums
 from roundpipe_lightning.planning.schedule.stages import (
     Partition,
     RecomputePolicy,
@@ -287,7 +287,7 @@ class PartitionTable:
 
     def part_sums(self, profile: ModelProfile, size: str) -> Floats:
         """Add up a figure over every stage's blocks and segments."""
-        sizes = self.block_sums(prefix_sums([getattr(block, size) for block in profile.blocks]))
+        sizes = self.block_sums(profile.running_sums(size))
         for rows, columns in self.head_stages(profile):
             sizes[rows, columns] += getattr(profile.head, size)
         sizes[:, self.fused] += getattr(profile.tail, size)
@@ -309,10 +309,6 @@ class PartitionTable:
             is_other = np.broadcast_to((place >= 0) & (place < count), place.shape)
         found: Counts = np.where(is_other, place + first, -1)
         return found
-
-
-def prefix_sums(values: Sequence[float]) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
 
 
 _CHUNK = 512  # partitions evaluated together: as many as keep the arrays in the cache

@@ -26,7 +26,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_lightning.planning.cost.costs import Counts, Floats, PartitionTable, prefix_sums
+from roundpipe_lightning.planning.cost.costs import Counts, Floats, PartitionTable
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout
@@ -123,7 +123,6 @@ class Footprint:
         self.hardware = hardware
         self._reserved = max(one.reserved_bytes for one in hardware.workers)
         blocks = profile.blocks
-        self._attention = prefix_sums([block.attention_bytes for block in blocks])
         self._working = _Ranges([block.working_bytes for block in blocks])
         self._forward = _Ranges([block.forward_bytes for block in blocks])
         self._expanded = _Ranges([block.expanded_bytes for block in blocks])
@@ -208,8 +207,7 @@ class Footprint:
             sizes[MemoryKind.BOUNDARIES] += self._attention_in_flight(table)
         gradients = table.part_sums(self.profile, "trainable_bytes")
         if self.hardware.shares_host_memory:  # those of the segments are added to sums at once
-            own = [block.trainable_bytes for block in self.profile.blocks]
-            gradients = table.block_sums(prefix_sums(own))
+            gradients = table.block_sums(self.profile.running_sums("trainable_bytes"))
         gradients[:, :fused] = 0.0
         if self.hardware.shares_host_memory:
             return {**sizes, MemoryKind.GRADIENTS: gradients}
@@ -255,7 +253,7 @@ class Footprint:
 
     def _attention_in_flight(self, table: PartitionTable) -> Floats:
         """Attention's outputs: two microbatches' on their way out, one's on its way in."""
-        sizes = table.block_sums(self._attention)
+        sizes = table.block_sums(self.profile.running_sums("attention_bytes"))
         sizes[:, : table.fused] *= _IN_FLIGHT
         sizes[:, table.fused] = 0.0
         return sizes

@@ -84,6 +84,13 @@ class MemoryModel:
         device = self.footprint(shape).need(layout)
         return MemoryReport(device=device, host=self._host_need(layout, shape, device.total_bytes))
 
+    @property
+    def host_may_fit(self) -> bool:
+        """Whether the host has room for what every plan needs."""
+        sums = self._num_in_blocks if self.hardware.num_nodes == 1 else 0
+        least = sum(self._host_parameters.values()) + sums * self.storage.gradient_bytes
+        return least <= self.hardware.host_bytes
+
     def host_fits(self, layout: PipelineLayout, *, shape: MicrobatchShape) -> bool:
         device = 0.0
         if self.hardware.shares_host_memory:

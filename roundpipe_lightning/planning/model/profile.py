@@ -22,8 +22,12 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.schedule.schedule import Timeline
@@ -141,6 +145,20 @@ class ModelProfile:
     @property
     def block_names(self) -> tuple[str, ...]:
         return tuple(block.name for block in self.blocks)
+
+    def running_sums(self, size: str) -> npt.NDArray[np.float64]:
+        """Return the sums of a block's attribute over the first 0, 1, 2, ... blocks."""
+        if size not in self._sums:
+            self._sums[size] = prefix_sums([getattr(block, size) for block in self.blocks])
+        return self._sums[size]
+
+    @cached_property
+    def _sums(self) -> dict[str, npt.NDArray[np.float64]]:
+        return {}
+
+
+def prefix_sums(values: Sequence[float]) -> npt.NDArray[np.float64]:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
 
 
 def fingerprint(parts: Iterable[str]) -> str:

@@ -68,7 +68,7 @@ def widest_limits(footprint: Footprint, *, config: PipelineConfig) -> StageLimit
     """
 
     def holds(**changes: int) -> bool:
-        return _are_held(replace(ONES, **changes), footprint=footprint, config=config)
+        return are_held(replace(ONES, **changes), footprint=footprint, config=config)
 
     if not holds():
         return None
@@ -85,7 +85,7 @@ def joint_limits(
     limits: StageLimits, *, footprint: Footprint, config: PipelineConfig
 ) -> StageLimits:
     """Narrow limits until stages as large as all of them fit: neighbours share the two slots."""
-    while not _are_held(limits, footprint=footprint, config=config):
+    while not are_held(limits, footprint=footprint, config=config):
         limits = _narrower(limits)
     return limits
 
@@ -100,7 +100,7 @@ def even_share(
     return limits.within(StageLimits(forward=2 * share, backward=share, fused=share))
 
 
-def _are_held(limits: StageLimits, *, footprint: Footprint, config: PipelineConfig) -> bool:
+def are_held(limits: StageLimits, *, footprint: Footprint, config: PipelineConfig) -> bool:
     """Return whether every device can hold its part where all stages are as large as the limits.
 
     Of unequal devices the largest one: which stage runs where is looked at with each partition.

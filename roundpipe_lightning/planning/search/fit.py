@@ -32,6 +32,7 @@ from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineL
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.search.cases import (
     ONES,
+    are_held,
     largest_stages,
     limits_within,
     pipeline_configs,
@@ -245,6 +246,8 @@ def fit_training(job: TrainingJob, *others: TrainingJob) -> FitAnswer:
 
 def fits_memory(job: TrainingJob) -> bool:
     """Return whether some stages, teams and rounds fit; quicker than to plan them."""
+    if not job.memory.host_may_fit:
+        return False
     footprint = job.memory.footprint(job.shape)
     profile = footprint.profile
     if job.hints.cuts:
@@ -261,6 +264,14 @@ def fits_memory(job: TrainingJob) -> bool:
             if _fits(job, config.with_stages(largest)):
                 return True
     return False
+
+
+def holds_block(job: TrainingJob) -> bool:
+    """Return whether a device holds a stage of one block, so that there is a plan to predict."""
+    if job.hints.cuts or job.hints.recompute == (RecomputePolicy.NONE,):
+        return True  # their stages are looked at one by one
+    footprint = job.memory.footprint(job.shape)
+    return any(are_held(ONES, footprint=footprint, config=config) for config in _configs(job))
 
 
 def memory_shortage(job: TrainingJob) -> float:
