@@ -59,6 +59,22 @@ def _is_about_settings(error: Exception, folder: str) -> bool:
     return isinstance(error, (ValueError, RuntimeError)) and module.startswith("lightning.")
 
 
+_KEYS = {
+    r"\bplan='auto'": "partition=auto",
+    r"\bhardware='auto'": "hardware=auto",
+    r"\bhints=None": "partition=auto",
+    r"\bTrainer\((?!strategy)(\w+)=(['\"]?)([^()'\"]*)\2\)": r"trainer.\1=\3",
+    r"(?<![.\w])num_microbatches=(?=\w)": "partition.num_microbatches=",
+}
+"""What messages for scripts call the settings, and what a command does."""
+
+
+def _for_commands(text: str) -> str:
+    for pattern, key in _KEYS.items():
+        text = re.sub(pattern, key, text)
+    return text
+
+
 def run_explained(job: Callable[[DictConfig], Result], config: DictConfig) -> Result | int:
     """Run a job of a command: an error that a user can mend is one message and an exit status.
 
@@ -70,7 +86,7 @@ def run_explained(job: Callable[[DictConfig], Result], config: DictConfig) -> Re
         folder = str(OmegaConf.select(config, "paths.output_dir"))
         if not _is_about_settings(error, folder) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        text = str(error)
+        text = _for_commands(str(error))
         if isinstance(error, OSError) and error.errno is not None:
             text = (
                 f"The run's folder cannot be written: {error}. Set hydra.run.dir or paths.log_dir."
