@@ -242,6 +242,79 @@ def test_blocks_that_mix_rows_run_on_the_whole_batch(
         check(Regressor(make_block=make_block))
 
 
+def first_row(x: Tensor) -> Tensor:
+    return torch.cat([2 * x[:1], x[1:]])
+
+
+def last_row(x: Tensor) -> Tensor:
+    return torch.cat([x[:-1], 2 * x[-1:]])
+
+
+def row_before(x: Tensor) -> Tensor:
+    return x + x.roll(1, 0)
+
+
+def with_gate(x: Tensor, gate: Tensor) -> Tensor:
+    return x + gate * x.mean(0)
+
+
+class Odd(Block):
+    """Treats rows in an odd way in one layer, and apart from each other in those before it."""
+
+    gate: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.num_rows: list[int] = []
+        self.register_buffer("gate", torch.full((), float(kind != "no gate")))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_rows.append(len(x))
+        kinds = {"first row": first_row, "last row": last_row, "row before": row_before}
+        x = super().forward(x)
+        x = with_gate(x, self.gate) if self.kind in ("gate", "no gate") else self.gate * x
+        if self.kind in ("capacity", "room for all"):
+            place = (x.sum(1, keepdim=True) > 0).cumsum(0)
+            x = x * (place <= (2 if self.kind == "capacity" else 100))
+        if self.kind in ("gradients", "gradients of its own"):
+            x = (Normalised if self.kind == "gradients" else Straight).apply(x)  # type: ignore[no-untyped-call]
+        if self.kind == "mean":
+            self.mean = x.mean()
+        if self.kind == "batch norm":
+            x = functional.batch_norm(x, None, None, training=True)
+        return kinds.get(self.kind, nn.Identity())(x)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "reason"),
+    [
+        ("first row", "other rows"),
+        ("last row", "other rows"),
+        ("row before", "other rows"),
+        ("capacity, room for all", "other rows"),
+        ("gate, no gate", "other rows"),
+        ("batch norm", "other rows"),
+        ("mean", "other rows"),
+        ("gradients, gradients of its own", "gradients that it makes itself"),
+    ],
+)
+def test_one_layer_that_mixes_rows_is_found_among_others(kinds: str, reason: str) -> None:
+    odd, *others = kinds.split(", ")
+    layers = iter([*(others or [""]) * 3, odd])
+    module = Regressor(make_block=lambda: Odd(next(layers)))
+    with pytest.warns(WholeBatchWarning, match=f"'layers.3' runs on the whole batch.*{reason}"):
+        check(module)
+
+
+def test_layers_like_one_that_was_compared_run_on_fewer_rows() -> None:
+    module = Regressor(make_block=lambda: Odd(""))
+    check(module)
+    layers: Any = module.layers
+    tried = [layer.num_rows[:4] for layer in layers]
+    assert tried == [[5, 3, 2, 5]] + 3 * [[5, 3, 3, 2]]  # then come passes of pieces
+
+
 def test_a_block_that_puts_tensors_into_a_list_is_refused() -> None:
     kept: list[Tensor] = []
     with pytest.raises(CaptureError, match=r"'layers\.0' puts tensors of the batch into a list"):

@@ -46,6 +46,7 @@ from roundpipe_lightning.engine.chain.joined import (
 )
 from roundpipe_lightning.engine.chain.row_check import (
     Argument,
+    FunctionCalls,
     NotByRowsError,
     RowTrial,
     arguments_of,
@@ -75,6 +76,8 @@ class CallForms:
         self.trusts_rows = trusts_rows
         self.whole: dict[str, str] = {}  # blocks that run on the whole batch, and why
         self.known: dict[Key, CallForm | None] = {}
+        # dimensions of what blocks gave
+        self.by_calls: dict[FunctionCalls, Sequence[int | None]] = {}
 
     def put(self, key: Key, form: CallForm | None, *, name: str, reason: str) -> None:
         self.known[key] = form
@@ -427,21 +430,25 @@ class DriverForward(ForwardPass):
             resident.undone(block) as buffers,
             resident.written(writes),
         ):
-            trial.run(
+            calls = trial.run(
+                block,
                 lambda take: self._run_shadow(block, resident, take, given),
                 resident.take_writes,
                 gradient=self._backward and torch.is_grad_enabled() and not self._forms.trusts_rows,
+                known=self._forms.by_calls,
             )
         if buffers:
             raise NotByRowsError(
                 "it writes into buffers (running statistics, say; GroupNorm has none)"
             )
-        return trial.form(
+        form, made = trial.form(
             num_rows=sizes[0] + sizes[1],
             trusts_rows=self._forms.trusts_rows,
             name=name,
             settle=self.turns.worker.device.synchronize,
         )
+        self._forms.by_calls[calls] = form.values
+        return form, made
 
     def _brought(self, tensor: Tensor) -> Tensor:
         device = self.turns.worker.device

@@ -2,6 +2,8 @@
 
 A block is run on the rows of the first piece, of the second, of both, and on as many that are
 alike. Where both together do not give what each gives by itself, the rows depend on each other.
+A block that calls the functions that an earlier one called, with the same numbers and shapes, does
+the same with other weights: it is run on both pieces' rows and on the first's.
 
 Values tell little about what has no rows: a mean over rows can be the same for other rows, such as
 the balance of a router that begins with zeros. So what is computed from rows is marked.
@@ -12,8 +14,9 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -30,7 +33,7 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     has_foreign_saved_tensor_hooks,
     nodes_of,
 )
-from roundpipe_lightning.engine.capture.trees import tensors_in
+from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.chain.block_outcome import Given
 from roundpipe_lightning.engine.chain.joined import CallForm, JoinedValue, Shadow
 from roundpipe_lightning.engine.device.events import StepAborted
@@ -38,6 +41,11 @@ from roundpipe_lightning.errors import CaptureError
 
 BlockWrites: TypeAlias = Sequence[tuple[nn.Module, str, Any]]
 """Attributes that a block has written: module, name and value."""
+
+FunctionCalls: TypeAlias = tuple[Any, ...]
+"""The classes of a block's modules, what it is given, and the functions that it calls."""
+
+_Run: TypeAlias = tuple[Sequence[Tensor], list[tuple[Tensor, int | None]]]  # with its leaves
 
 _KEPT = (
     "Block {!r} puts tensors of the batch into a list, a closure or a global, which pieces of the "
@@ -147,93 +155,74 @@ class RowTrial:
         }
         self._dims = tuple(dims)
         self._marks = RowMarks()
-        self._results: list[Sequence[Tensor]] = []
-        self._writes: list[BlockWrites] = []
+        self._results: dict[int, Sequence[Tensor]] = {}
+        self._writes: dict[int, BlockWrites] = {}
+        self._known: Sequence[int | None] | None = None  # dimensions of what a like block gave
 
     def run(
         self,
+        block: nn.Module,
         run_block: Callable[[Swap], Sequence[Tensor]],
         take_writes: Callable[[], BlockWrites],
         *,
         gradient: bool,
-    ) -> None:
-        """Run the block on the first rows, the next, both, and as many that are alike.
+        known: Mapping[FunctionCalls, Sequence[int | None]],
+    ) -> FunctionCalls:
+        """Run a block on both pieces' rows, the first's, the second's, and many that are alike.
 
         Args:
             gradient: Whether gradients that code of the user's makes are compared, too.
+            known: The dimensions of what other blocks gave.
 
         Raises:
             NotByRowsError: If it raises an error, or gradients of rows depend on other rows.
         """
-        for part in range(4):
 
-            def take(tensor: Any, in_object: bool, part: int = part) -> Any:  # noqa: FBT001
-                if _is_entry(tensor, in_object):
-                    return tensor
-                shadow, dim = self._taken[id(tensor)]
-                if dim is None:
-                    return shadow.first.clone()
-                return self._marks.mark(
-                    shadow[part].clone() if part < 3 else _alike(shadow.both, dim)
-                )
-
-            with torch.no_grad(), _explained(), self._marks:
-                self._results.append(run_block(take))
-            self._writes.append(take_writes())
-        if gradient:
-            with torch.enable_grad(), _explained():
-                self._compare_gradients(run_block)
-            take_writes()
-
-    def _compare_gradients(self, run_block: Callable[[Swap], Sequence[Tensor]]) -> None:
-        """Compare gradients for rows with those for more rows, where the user's code makes some."""
-        found: list[Sequence[Tensor | None]] = []
-        for part in range(3):
+        def run(part: int, *, gradient: bool = False) -> _Run:
             leaves: list[tuple[Tensor, int | None]] = []
 
-            def take(tensor: Any, in_object: bool, part: int = part) -> Any:  # noqa: FBT001
+            def take(tensor: Any, in_object: bool) -> Any:  # noqa: FBT001 - a `Swap`
                 if _is_entry(tensor, in_object):
                     return tensor
                 shadow, dim = self._taken[id(tensor)]
-                leaf = shadow[part].detach()
-                if leaf.is_floating_point():
-                    leaves.append((leaf.requires_grad_(), dim))  # noqa: B023 - filled at once
-                return leaf.clone()
+                if dim is not None and part == 3:
+                    return self._marks.mark(_alike(shadow.both, dim))
+                rows = shadow[part % 3]
+                if gradient and rows.is_floating_point():
+                    rows = rows.detach().requires_grad_()
+                    leaves.append((rows, dim))
+                return rows.clone() if dim is None else self._marks.mark(rows.clone())
 
-            with self._marks:
+            with torch.set_grad_enabled(gradient), _explained(), self._marks:
                 made = run_block(take)
-            nodes = list(nodes_of(made))
-            names = [name for name in map(function_of_user, nodes) if name]
-            if not (names or self._marks.sees_gradients):
-                return
-            shadows = (Shadow(*parts) for parts in zip(*self._results[:3], strict=True))
-            roots = [
-                (root, _cotangent(shadow, part))
-                for root, shadow in zip(made, shadows, strict=False)
-                if root.requires_grad
+            self._results[part] = [self._bare(tensor) for tensor in made]
+            self._writes[part] = [
+                (module, name, self._bare(value) if isinstance(value, Tensor) else value)
+                for module, name, value in take_writes()
             ]
-            known = {id(leaf) for leaf, _ in leaves}
-            weights: list[Tensor] = [n.variable for n in nodes if hasattr(n, "variable")]
-            leaves += [(weight, None) for weight in weights if id(weight) not in known]
-            found.append(
-                torch.autograd.grad(
-                    [root for root, _ in roots],
-                    [leaf for leaf, _ in leaves],
-                    [gradient for _, gradient in roots],
-                    allow_unused=True,
-                )
-            )
-        pairs = [
-            (first + second if dim is None else torch.cat([first, second], dim), both)
-            for (_, dim), first, second, both in zip(leaves, *found, strict=True)
-            if first is not None and second is not None and both is not None
-        ]
-        scale = max((_scale_of(both) for _, both in pairs), default=0.0)
-        if not all(_close(parts, both, scale=scale) for parts, both in pairs):
-            raise NotByRowsError(
-                f"the gradients that it makes itself ({(*names, 'a hook')[0]}) depend on other "
-                "rows (RoundPipeStrategy(trust_rows=True) splits it all the same)"
-            )
+            return made, leaves
+
+        with self._marks.recorded() as functions:
+            run(2)
+        calls = (*map(type, block.modules()), *self._dims, gradient, *functions)
+        self._known = known.get(calls)
+        first = run(0, gradient=gradient)
+        if self._known is None:
+            run(1)
+            run(3)
+        if gradient:
+            names = [name for name in map(function_of_user, nodes_of(first[0])) if name]
+            if names or self._marks.sees_gradients:
+                both = run(1, gradient=True), run(2, gradient=True)
+                with torch.enable_grad(), _explained():
+                    _compare_gradients([first, *both], (*names, "a hook")[0])
+        return calls
+
+    def _bare(self, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        bare = tensor.detach()
+        return self._marks.mark(bare) if self._marks.has(tensor) else bare
 
     def form(
         self, *, num_rows: int, trusts_rows: bool, name: str, settle: Callable[[], None]
@@ -244,27 +233,29 @@ class RowTrial:
             NotByRowsError: If it is not the same on parts of the rows.
             CaptureError: If it puts tensors where nobody finds them.
         """
-        left = [self._left_tensors(writes) for writes in self._writes]
+        left = {part: self._left_tensors(writes) for part, writes in self._writes.items()}
         plain = [
-            {(id(m), name): v for m, name, v in writes if isinstance(v, _PLAIN)}
-            for writes in self._writes
+            {(id(m), name): v for m, name, v in self._writes[part] if isinstance(v, _PLAIN)}
+            for part in (0, 2)
         ]
-        if plain[0] != plain[2] or any(one.keys() != left[0].keys() for one in left):
+        if plain[0] != plain[1] or any(one.keys() != left[0].keys() for one in left.values()):
             raise NotByRowsError("it keeps values of the batch in attributes")
         self._writes.clear()
-        results = [
-            [*result, *(one[key] for key in left[0])]
-            for result, one in zip(self._results, left, strict=True)
-        ]
-        made = [tensor for result in results for tensor in result]
+        results = {
+            part: [*self._results[part], *(one[key] for key in left[0])]
+            for part, one in left.items()
+        }
+        made = [tensor for result in results.values() for tensor in result]
         if self._marks.alive(besides=made, settle=settle):
             raise CaptureError(_KEPT.format(name))
-        if len({len(result) for result in results}) != 1:
+        if self._known is not None:
+            results[1] = list(map(_rows_after, results[0], results[2], self._known))
+        if len({len(result) for result in results.values()}) != 1:
             raise NotByRowsError("it gives other outputs for another number of rows")
-        shadows = [Shadow(*parts) for parts in zip(*results[:3], strict=True)]
+        shadows = [Shadow(*parts) for parts in zip(results[0], results[1], results[2], strict=True)]
         values = tuple(
             self._dim_made(shadow, alike, num_rows=num_rows, trusts_rows=trusts_rows)
-            for shadow, alike in zip(shadows, results[3], strict=True)
+            for shadow, alike in zip_longest(shadows, results.get(3, ()))
         )
         return CallForm(arguments=self._dims, values=values, left=tuple(left[0])), shadows
 
@@ -277,7 +268,7 @@ class RowTrial:
         return {key: value for key, value in left.items() if self._marks.has(value)}
 
     def _dim_made(
-        self, shadow: Shadow, alike: Tensor, *, num_rows: int, trusts_rows: bool
+        self, shadow: Shadow, alike: Tensor | None, *, num_rows: int, trusts_rows: bool
     ) -> int | None:
         first, second, both = shadow
         differing = [
@@ -291,8 +282,9 @@ class RowTrial:
         elif both.shape[dim] != num_rows or first.shape[dim] + second.shape[dim] != num_rows:
             raise NotByRowsError("its output has another number of rows than its input")
         else:
-            row = alike.narrow(dim, 0, 1).expand_as(alike)
-            same = _close(torch.cat([first, second], dim), both) and _close(row, alike)
+            same = _close(torch.cat([first, second], dim), both) and (
+                alike is None or _close(alike.narrow(dim, 0, 1).expand_as(alike), alike)
+            )
         if not (same or trusts_rows):
             raise NotByRowsError(
                 "what it gives for a row depends on the other rows (RoundPipeStrategy("
@@ -319,6 +311,15 @@ class RowMarks(TorchFunctionMode):
         super().__init__()
         self._marked: dict[int, weakref.ref[Tensor]] = {}
         self.sees_gradients = False  # whether a hook sees gradients, or what is saved for them
+        self._calls: list[str] | None = None
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[str]]:
+        """Give the functions that are called meanwhile, each with its arguments but for values."""
+        calls: list[str] = []
+        self._calls = calls
+        yield calls
+        self._calls = None
 
     def mark(self, tensor: Tensor) -> Tensor:
         self._marked[id(tensor)] = weakref.ref(tensor)
@@ -355,11 +356,59 @@ class RowMarks(TorchFunctionMode):
         result = func(*args, **kwargs)
         self.sees_gradients |= func is Tensor.register_hook or has_foreign_saved_tensor_hooks()
         name = attribute_or_name(func)
+        if self._calls is not None and name not in METADATA:
+            self._calls.append(f"{name}{map_tensors(self._told, (args, kwargs))}")
         if name not in METADATA and any(map(self.has, tensors_in((args, kwargs)))):
             written = args[:1] if writes_first(name) else kwargs.get("out")
             for tensor in tensors_in((result, written)):
                 self.mark(tensor)
         return result
+
+    def _told(self, tensor: Tensor) -> Any:
+        is_number = tensor.numel() == 1 and not (self.has(tensor) or tensor.is_floating_point())
+        return tensor.tolist() if is_number else (tensor.dtype, tensor.shape, self.has(tensor))
+
+
+def _compare_gradients(runs: Sequence[_Run], whose: str) -> None:
+    """Compare gradients for rows with those for more rows; `whose` names what makes them."""
+    shadows = [Shadow(*parts) for parts in zip(*(made for made, _ in runs), strict=True)]
+    found: list[Sequence[Tensor | None]] = []
+    for part, (made, leaves) in enumerate(runs):
+        roots = [
+            (root, _cotangent(shadow, part))
+            for root, shadow in zip(made, shadows, strict=True)
+            if root.requires_grad
+        ]
+        known = {id(leaf) for leaf, _ in leaves}
+        weights: list[Tensor] = [n.variable for n in nodes_of(made) if hasattr(n, "variable")]
+        leaves += [(weight, None) for weight in weights if id(weight) not in known]
+        found.append(
+            torch.autograd.grad(
+                [root for root, _ in roots],
+                [leaf for leaf, _ in leaves],
+                [gradient for _, gradient in roots],
+                allow_unused=True,
+            )
+        )
+    pairs = [
+        (first + second if dim is None else torch.cat([first, second], dim), both)
+        for (_, dim), first, second, both in zip(leaves, *found, strict=True)
+        if first is not None and second is not None and both is not None
+    ]
+    scale = max((_scale_of(both) for _, both in pairs), default=0.0)
+    if not all(_close(parts, both, scale=scale) for parts, both in pairs):
+        raise NotByRowsError(
+            f"the gradients that it makes itself ({whose}) depend on other rows "
+            "(RoundPipeStrategy(trust_rows=True) splits it all the same)"
+        )
+
+
+def _rows_after(first: Tensor, both: Tensor, dim: int | None) -> Tensor:
+    return (
+        both
+        if dim is None
+        else both.narrow(dim, first.shape[dim], both.shape[dim] - first.shape[dim])
+    )
 
 
 def _alike(tensor: Tensor, dim: int) -> Tensor:

@@ -394,6 +394,7 @@ class ResidentBlocks:
                 write_through(module, name, value)
                 put(self._maker.view_of(module), name, value)
             self._writes.clear()
+            self._overwritten.clear()
 
     def assigns_buffers(self, block: nn.Module) -> bool:
         return any(
