@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion
-from roundpipe_lightning.models.work.meter import Count, Meter
+from roundpipe_lightning.models.work.meter import Count, Meter, aten, without_values
 from roundpipe_lightning.models.work.work_profile import (
     module_fingerprint,
     parameter_work,
@@ -447,3 +448,38 @@ def test_the_fingerprint_is_of_the_structure() -> None:
     others = [Model(width=5), Model(num_layers=4), nn.ModuleDict({"model": Model()})]
     assert same not in {print_of(other) for other in others}
     assert module_fingerprint(Model(), None) != same
+
+
+def _again(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call it twice without values, and return the second result, which equals PyTorch's own."""
+    results = [without_values(func, args, kwargs) for _ in range(2)]
+    for one, other, own in zip(*map(tree_leaves, (*results, func(*args, **kwargs))), strict=True):
+        if isinstance(own, Tensor):
+            assert one.stride() == other.stride() == own.stride()
+            assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+        assert getattr(other, "dtype", other) == getattr(own, "dtype", own)
+        assert getattr(other, "shape", None) == getattr(own, "shape", None)
+    return results[1]
+
+
+def test_what_is_known_by_its_shapes_is_not_worked_out_again() -> None:
+    """Numbers of another type are other arguments; views share memory, and values count."""
+    x = torch.empty(3, WIDTH, device="meta", dtype=torch.int64)
+    for number in (1, 1.0, True, 2.0):
+        _again(aten.add.Tensor, x, number)
+    _again(aten.add.Tensor, x.t(), 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        assert _again(aten.div.Tensor, x, 2).dtype is dtype
+    y = torch.empty(3, WIDTH, device="meta")
+    _again(aten.native_layer_norm.default, y, [WIDTH], None, None, 1e-5)
+    _again(aten._to_copy.default, y, dtype=torch.float64)
+    for view in (aten.t.default, aten.detach.default, aten.relu_.default):
+        assert _again(view, y).untyped_storage()._cdata == y.untyped_storage()._cdata
+    flat = _again(aten._unsafe_view.default, y, [WIDTH * 3])
+    assert flat.untyped_storage()._cdata == y.untyped_storage()._cdata
+    before = y._version
+    _again(aten._foreach_add_.Scalar, [y], 1)
+    assert y._version == before + 3, "it is known to be written"
+    assert without_values(aten.sum.default, (torch.ones(2),), {}) == 2.0
+    assert without_values(aten.sum.default, (torch.ones(3),), {}) == 3.0

@@ -13,6 +13,7 @@ operation there, which keeps no scores and is counted by its shapes. No result i
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -190,10 +191,73 @@ def _attention_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first:
 
 
 def without_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operation on the meta device, where PyTorch has grouped products in bfloat16 only."""
+    """Call an operation on the meta device, where PyTorch has grouped products in bfloat16 only.
+
+    PyTorch works out the shape of a result in Python, which may take a millisecond. So the forms of
+    results are kept: an operation that meets the same forms again gives empty tensors of them.
+    """
     if func is aten._grouped_mm.default and args[0].is_meta:  # noqa: SLF001
         return _grouped_product(*args, **kwargs)
-    return func(*args, **kwargs)
+    try:
+        key = (func, torch.get_default_dtype(), _form(args), _form((*kwargs.items(),)))
+    except _NoFormError:
+        return func(*args, **kwargs)
+    if key in _forms:
+        return _empty(_forms[key])
+    result = func(*args, **kwargs)
+    if len(_forms) < _MOST_FORMS and _depends_on_forms(func) and _is_new(result, (args, kwargs)):
+        _forms[key] = _form(result)
+    return result
+
+
+_forms: dict[Any, Any] = {}  # of results, by operations and the forms of their arguments
+_MOST_FORMS = 50_000
+_KEPT = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout)
+
+
+class _NoFormError(TypeError):
+    """A value is not known by its shape."""
+
+
+def _form(value: Any) -> Any:
+    kind = type(value)
+    if kind in (Tensor, nn.Parameter) and value.is_meta and value.layout is torch.strided:
+        return (Tensor, value.shape, value.stride(), value.dtype)
+    if kind in (tuple, list):
+        return (kind, *map(_form, value))
+    if kind in _KEPT:
+        return (kind, value)
+    raise _NoFormError
+
+
+def _empty(form: Any) -> Any:
+    kind, *values = form
+    if kind is Tensor:
+        return aten.empty_strided.default(*values[:2], dtype=values[2], device="meta")
+    return kind(map(_empty, values)) if kind in (tuple, list) else values[0]
+
+
+@functools.cache
+def _depends_on_forms(func: Any) -> bool:
+    """Return whether an operation draws no numbers, and neither writes nor gives views."""
+    if getattr(func, "namespace", "") != "aten":
+        return False
+    schema = func._schema  # noqa: SLF001
+    is_pure = not any(each.alias_info for each in (*schema.arguments, *schema.returns))
+    return is_pure and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def _is_new(result: Any, given: Any) -> bool:
+    """Return whether every tensor of a result has memory of its own, and all of that."""
+    try:
+        again = _empty(_form(result))
+    except _NoFormError:
+        return False
+    made, taken, sizes = (
+        [tensor.untyped_storage() for tensor in tensors_in(tree)] for tree in (result, given, again)
+    )
+    own = {storage._cdata for storage in made} - {storage._cdata for storage in taken}  # noqa: SLF001
+    return len(own) == len(made) and [s.nbytes() for s in made] == [s.nbytes() for s in sizes]
 
 
 def _grouped_product(
