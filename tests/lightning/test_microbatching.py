@@ -599,6 +599,46 @@ def test_pinned_steps_say_why_they_are_not_proven(
     assert "microbatching='blocks' is exact" in text
 
 
+class Closing(nn.Linear):
+    """Closes what it holds when it goes."""
+
+    closed: ClassVar[list[str]] = []
+
+    def __del__(self) -> None:
+        self.closed.append("closed")
+
+
+def test_what_stands_for_a_module_does_not_end_as_the_module(tmp_path: Path) -> None:
+    module = Regressor()
+    module.layers[1], module.head = Closing(WIDTH, WIDTH), Closing(WIDTH, 1)
+    make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=2), max_steps=2).fit(
+        module, regression_data()
+    )
+    assert not Closing.closed
+
+
+class Rows(dict[str, Tensor]):
+    """A batch as a tensordict is one: iterating over it gives rows, not keys."""
+
+    def __iter__(self) -> Any:
+        return iter(range(len(self["x"])))
+
+
+def test_a_batch_whose_rows_are_iterated_over(tmp_path: Path) -> None:
+    class OfRows(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+    def rows(samples: list[Any]) -> Rows:
+        x, y = torch.utils.data.default_collate(samples)
+        return Rows(x=x, y=y)
+
+    data = DataLoader(regression_data().dataset, batch_size=8, collate_fn=rows)
+    kinds = ("auto", RoundPipeStrategy(num_microbatches=2))
+    (one, _), (module, _) = train_with(tmp_path, kinds, OfRows, data, max_steps=2)
+    assert parameter_error(module, one) < 1e-6
+
+
 @pytest.mark.parametrize(("count", "joined"), [(lambda module: None, False), (add, True)])
 def test_a_resumed_training_keeps_the_choice(
     tmp_path: Path,

@@ -24,7 +24,7 @@ def children_of(node: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(node, Tensor):
         return
     if isinstance(node, Mapping):
-        yield from ((key, node[key]) for key in node)
+        yield from node.items()  # iterating over a tensordict gives its rows
     elif dataclasses.is_dataclass(node) and not isinstance(node, type):
         yield from ((f.name, getattr(node, f.name)) for f in dataclasses.fields(node))
     elif isinstance(node, list | tuple):

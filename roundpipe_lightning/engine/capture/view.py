@@ -451,6 +451,8 @@ def class_like(base: type, bases: tuple[type, ...]) -> type:
         namespace["__module__"] = base.__module__
         namespace["__qualname__"] = base.__qualname__
         namespace["__class__"] = property(lambda self: base)
+        if hasattr(base, "__del__"):  # it would close what the original uses
+            namespace["__del__"] = lambda self: None
 
     return types.new_class(base.__name__, bases, {}, fill)
 
