@@ -123,9 +123,9 @@ class Footprint:
         self.hardware = hardware
         self._reserved = max(one.reserved_bytes for one in hardware.workers)
         blocks = profile.blocks
-        self._working = _Ranges([block.working_bytes for block in blocks])
-        self._forward = _Ranges([block.forward_bytes for block in blocks])
-        self._expanded = _Ranges([block.expanded_bytes for block in blocks])
+        self._working = _range_maxima([block.working_bytes for block in blocks])
+        self._forward = _range_maxima([block.forward_bytes for block in blocks])
+        self._expanded = _range_maxima([block.expanded_bytes for block in blocks])
         self.boundary_bytes = max((block.boundary_bytes for block in blocks), default=0)
 
     def fits(self, layout: PipelineLayout) -> bool:
@@ -223,16 +223,16 @@ class Footprint:
         return sizes
 
     def _expanded_bytes(self, table: PartitionTable) -> Floats:
-        expanded = self._expanded.most(table.start, table.stop)
+        expanded = self._expanded[table.start, table.stop]
         self._raise(expanded, table, "expanded_bytes", table.head_stages(self.profile)[:1])
         return expanded
 
     def _activations(self, table: PartitionTable) -> Floats:
         fused = table.fused
-        forward = self._forward.most(table.start, table.stop)
+        forward = self._forward[table.start, table.stop]
         head_stages = table.head_stages(self.profile)
         self._raise(forward, table, "forward_bytes", head_stages[:1])
-        working = self._working.most(table.start, table.stop)
+        working = self._working[table.start, table.stop]
         self._raise(working, table, "working_bytes", head_stages)
         result = table.part_sums(self.profile, "activation_bytes") + working
         result[:, :fused] = forward[:, :fused]
@@ -276,31 +276,12 @@ class Footprint:
         return has
 
 
-class _Ranges:
-    """The largest of some values in any range of them, without a loop over ranges."""
-
-    def __init__(self, values: Sequence[float]) -> None:
-        # levels[k][i] is the most of 2**k values from i on
-        self._levels = [np.asarray([*values, 0.0], dtype=np.float64)]
-        width = 1
-        while 2 * width <= len(values):
-            last = self._levels[-1]
-            self._levels.append(np.maximum(last[: len(last) - width], last[width:]))
-            width *= 2
-        self._flat = len(set(values)) <= 1
-
-    def most(self, start: Counts, stop: Counts) -> Floats:
-        """Return the largest value of every range; 0 for an empty one."""
-        if self._flat:
-            flat: Floats = np.where(stop > start, self._levels[0][0], 0.0)
-            return flat
-        result = np.zeros(start.shape)
-        lengths = stop - start
-        for level, values in enumerate(self._levels):
-            here = (lengths >= 2**level) & (lengths < 2 ** (level + 1))
-            first = values[start[here]]
-            result[here] = np.maximum(first, values[stop[here] - 2**level])
-        return result
+def _range_maxima(values: Sequence[float]) -> Floats:
+    """Return the largest of the values from one number up to another, by both; 0 of none."""
+    found = np.zeros((len(values) + 1, len(values) + 1))
+    for start in range(len(values)):
+        found[start, start + 1 :] = np.maximum.accumulate(values[start:])
+    return found
 
 
 def _at(values: Floats, columns: Counts) -> Floats:
