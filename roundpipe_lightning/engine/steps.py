@@ -114,7 +114,7 @@ class Step:
         self._waits_for_end = waits_for_end
         self._on_success = on_success
         self._overlaps = not steps.is_empty
-        self._tasks: TeamTasks | None = None
+        self.tasks: TeamTasks | None = None
         self._result: StepResult | None = None
 
     def returned(self) -> StepOutputs:
@@ -169,22 +169,21 @@ class Step:
             on_failure()
 
         self.team = team
-        self._tasks = team.start([one.execute for one in self.microbatches], on_failure=failed)
+        self.tasks = team.start([one.execute for one in self.microbatches], on_failure=failed)
 
     def wait(self, seconds: float) -> bool:
-        return self._tasks is None or self._tasks.wait(seconds)
+        return self.tasks is None or self.tasks.wait(seconds)
 
-    def watch(self, is_over: Callable[[float], bool], *, timeout_seconds: float) -> None:
+    def watch(self, is_over: Callable[[float], bool]) -> None:
         """Wait, as long as the step makes progress.
 
         Args:
             is_over: Waits so many seconds at most, and returns whether to wait no longer.
-            timeout_seconds: For how long no action may begin or end.
 
         Raises:
             WatchdogError: If it makes no progress.
         """
-        turns = self.context.turns
+        turns, timeout_seconds = self.context.turns, self._steps.timeout_seconds
         num_events, since = -1, monotonic()
         while not is_over(_POLL_SECONDS):
             if turns.num_events != num_events:
@@ -198,34 +197,18 @@ class Step:
                     "Raise RoundPipeStrategy(timeout_seconds=...) if a stage may take so long."
                 )
 
-    def raise_first(self) -> NoReturn:
-        failure = self.failures[0]
-        self.failures.clear()
-        try:
-            raise_noted(failure.error, self.microbatches[failure.index].turns.place)
-        finally:  # see `raise_noted`
-            del failure
-
     @contextmanager
     def making_room(self, index: int) -> Iterator[None]:
         """Explain a lack of memory for the weights of a worker, by its index."""
         place = f"the memory for weights of {self.context.workers[index]}"
-        with noted(place), memory_explained(lambda: self._shortage(place)):
+        with noted(place), memory_explained(lambda: self.shortage(place)):
             yield
 
-    def raise_copy(self, error: BaseException, place: str) -> NoReturn:
-        with memory_explained(lambda: self._shortage(place)):
-            raise_noted(error, place)
-        raise AssertionError("unreachable")
-
-    def _shortage(self, place: str) -> Shortage:
+    def shortage(self, place: str) -> Shortage:
         workers = self.context.workers
         worker = next((one for one in workers if str(one) in place), workers[0])
         plan = self.context.turns.graph.plan
         return Shortage(worker, workers=workers, place=place, plan=plan)
-
-    def forget_tasks(self) -> None:
-        self._tasks = None
 
     def end(self, traffic: Callable[[Turns], tuple[WorkerTraffic, ...]] | None) -> None:
         """End it, when nothing of it runs any more.
@@ -308,7 +291,7 @@ class StepsInFlight:
     ) -> None:
         self._workers = workers
         self._transfers = transfers
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._prepare_thread = prepare_thread
         self._steps: list[Step] = []
         self._teams: list[ThreadTeam] = []
@@ -367,14 +350,11 @@ class StepsInFlight:
         return team
 
     def _dismiss(self, team: ThreadTeam, *, timeout_seconds: float | None = None) -> None:
-        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         self._teams.remove(team)
         team.close(timeout_seconds=seconds)
 
     # ------------------------------------------------------------------------------------- waiting
-
-    def _watch(self, step: Step, is_over: Callable[[float], bool]) -> None:
-        step.watch(is_over, timeout_seconds=self._timeout_seconds)
 
     def await_outputs(self, step: Step) -> None:
         """Wait for what a step's user code returns, and for the end of earlier steps."""
@@ -382,7 +362,7 @@ class StepsInFlight:
             return
         returned = step.context.returned
         with self._guarded():
-            self._watch(step, lambda seconds: returned.wait(seconds) or step.wait(0.0))
+            step.watch(lambda seconds: returned.wait(seconds) or step.wait(0.0))
             if returned.is_over and not self._has_failed:
                 with suppress(StepAborted):  # a copy has failed
                     for microbatch in step.microbatches:
@@ -411,9 +391,9 @@ class StepsInFlight:
         is_alone = len(self._steps) == 1
         reducer = step.context.reducer
         with self._guarded():
-            self._watch(step, step.wait)
+            step.watch(step.wait)
             self._transfers.finish(
-                timeout_seconds=self._timeout_seconds,
+                timeout_seconds=self.timeout_seconds,
                 is_alone=is_alone,
                 landed=lambda seconds: self._has_failed or reducer.await_all(seconds),
             )
@@ -421,7 +401,7 @@ class StepsInFlight:
         if self._has_failed:
             self._raise_failure()
         assert not was_aborted, "a failure is known before anything is aborted"
-        self._steps.pop(0).forget_tasks()
+        self._steps.pop(0).tasks = None
         if is_alone:
             self._clear(failed=False)
         else:
@@ -452,7 +432,7 @@ class StepsInFlight:
     def _give_up(self) -> None:
         """Release every waiter, let running code come to its end, and forget the steps."""
         self.abort()
-        grace = grace_seconds(self._timeout_seconds)
+        grace = grace_seconds(self.timeout_seconds)
         for step in self._steps:
             if not step.wait(grace) and step.team is not None:
                 self._dismiss(step.team, timeout_seconds=0.0)  # it ends when user code does
@@ -476,22 +456,23 @@ class StepsInFlight:
         steps = list(self._steps)
         with self._guarded():
             for step in steps:
-                self._watch(step, step.wait)
-            self._transfers.finish(timeout_seconds=self._timeout_seconds)
+                step.watch(step.wait)
+            self._transfers.finish(timeout_seconds=self.timeout_seconds)
         failed = self._transfers.take_error()
         self._clear(failed=True)
         self._forget()
         _raise_first(steps)
         assert failed is not None, "something has failed"
         try:
-            steps[0].raise_copy(*failed)
+            with memory_explained(lambda place=failed[1]: steps[0].shortage(place)):  # type: ignore[misc]
+                raise_noted(*failed)
         finally:  # see `raise_noted`
             del failed
 
     def _forget(self) -> None:
         steps = list(self._steps)
         for step in steps:
-            step.forget_tasks()
+            step.tasks = None
         with self._aborting:
             self._steps.clear()
         for step in steps:
@@ -500,7 +481,7 @@ class StepsInFlight:
     def _clear(self, *, failed: bool) -> None:
         for worker in self._workers:
             worker.clear()
-        self._transfers.end(failed=failed, grace_seconds=grace_seconds(self._timeout_seconds))
+        self._transfers.end(failed=failed, grace_seconds=grace_seconds(self.timeout_seconds))
 
     def close(self) -> None:
         if self._steps:
@@ -512,4 +493,9 @@ class StepsInFlight:
 def _raise_first(steps: Sequence[Step]) -> None:
     for step in steps:
         if step.failures:
-            step.raise_first()
+            failure = step.failures[0]
+            step.failures.clear()
+            try:
+                raise_noted(failure.error, step.microbatches[failure.index].turns.place)
+            finally:  # see `raise_noted`
+                del failure

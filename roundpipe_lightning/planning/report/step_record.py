@@ -91,34 +91,6 @@ class Overlap:
     pause_seconds: float = 0.0
 
 
-def overlap(before: Timeline, after: Timeline, *, shift_seconds: float) -> Overlap:
-    """Return the time that two overlapping steps both count.
-
-    ```
-    before  ..│B1│ drain      │                    drain ends where a worker goes on
-    after             │ fill  │F0│..               fill begins when the earlier step has ended
-                      └ both ─┘ or where F0 begins
-    ```
-
-    Args:
-        after: Each worker begins it after its last action of `before`.
-        shift_seconds: Where the 0 of `after` lies in the time of `before`.
-    """
-    begin = after.start_seconds + shift_seconds
-    end = before.end_seconds
-    if begin >= end:
-        return Overlap(pause_seconds=begin - end)
-    fill = drain = 0.0
-    for earlier, later in zip(before.rows(), after.rows(), strict=True):
-        first = later[0].start_seconds + shift_seconds if later else end
-        fill += max(0.0, min(end, first) - begin)
-        if earlier:
-            drain += max(0.0, end - first)
-        else:  # all of the earlier step counts as filling
-            fill += max(0.0, end - first)
-    return Overlap(step_seconds=end - begin, fill_seconds=fill, drain_seconds=drain)
-
-
 def _gaps(
     row: Sequence[TimelineEntry],
     partition: Partition,
@@ -211,11 +183,31 @@ class StepRecord:
         return (self.clock_seconds or 0.0) + self.timeline.end_seconds
 
     def overlap(self, before: StepRecord | None) -> Overlap | None:
-        """Return the time both this step and the one before count; None if they share no clock."""
+        """Return the time both this step and the one before count; None if they share no clock.
+
+        Each worker begins this one after its last action of the one before:
+
+        ```
+        before  ..│B1│ drain      │                    drain ends where a worker goes on
+        after             │ fill  │F0│..               fill begins when the earlier step has ended
+                          └ both ─┘ or where F0 begins
+        ```
+        """
         if before is None or self.clock_seconds is None:
             return None
         shift = self.clock_seconds - (before.clock_seconds or 0.0)
-        return overlap(before.timeline, self.timeline, shift_seconds=shift)
+        begin, end = self.timeline.start_seconds + shift, before.timeline.end_seconds
+        if begin >= end:
+            return Overlap(pause_seconds=begin - end)
+        fill = drain = 0.0
+        for earlier, later in zip(before.timeline.rows(), self.timeline.rows(), strict=True):
+            first = later[0].start_seconds + shift if later else end
+            fill += max(0.0, min(end, first) - begin)
+            if earlier:
+                drain += max(0.0, end - first)
+            else:  # all of the earlier step counts as filling
+                fill += max(0.0, end - first)
+        return Overlap(step_seconds=end - begin, fill_seconds=fill, drain_seconds=drain)
 
 
 _SHOWN = 16  # actions of a worker that are shown, from the last finished ones on
