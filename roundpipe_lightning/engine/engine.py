@@ -18,9 +18,9 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,16 +64,6 @@ from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 class UnusedStackWarning(UserWarning):
     """A step did not call the stack that the engine was to pipeline."""
-
-
-class _Opened(NamedTuple):
-    """Resources that an engine has between entering and closing."""
-
-    store: HostStore
-    transfers: Transfers
-    workers: tuple[Worker, ...]
-    steps: StepsInFlight
-    resources: ExitStack
 
 
 class Engine:
@@ -134,7 +124,8 @@ class Engine:
         self._plans = PreparedPlans(self.chain)
         self._num_steps = 0
         self._warned_of_unused_stack = False
-        self._opened: _Opened | None = None
+        self.workers: tuple[Worker, ...] = ()
+        self._resources = ExitStack()
 
     def _check_plan(self, plan: Plan) -> None:
         if plan.partition.num_blocks != len(self.chain):
@@ -152,7 +143,7 @@ class Engine:
 
     def __enter__(self) -> Engine:
         with ExitStack() as resources:  # gives back what there is if the rest fails
-            store = HostStore(
+            self.store = store = HostStore(
                 self._module, self._blocks, upload_dtype=self._upload_dtype, moves=self._moves
             )
             resources.callback(store.close)
@@ -164,7 +155,7 @@ class Engine:
             on_host = sum(device.shares_host_memory for device in self._devices)
             num_threads = resources.enter_context(divided_intra_op_threads(num_workers=on_host))
             names = {b: n for s in self.stacks for b, n in zip(s.blocks, s.names, strict=True)}
-            transfers = Transfers(store, devices=self._devices, names=names)
+            self._transfers = transfers = Transfers(store, devices=self._devices, names=names)
             resources.callback(transfers.close)
             workers = tuple(
                 Worker(index, device=device, store=store, classes=self._classes, transfers=own)
@@ -174,14 +165,14 @@ class Engine:
             )
             for worker in workers:
                 resources.callback(worker.clear)
-            steps = StepsInFlight(
+            self._steps = StepsInFlight(
                 workers=workers,
                 transfers=transfers,
                 timeout_seconds=self._timeout_seconds,
                 prepare_thread=partial(torch.set_num_threads, num_threads),
             )
-            resources.callback(steps.close)
-            self._opened = _Opened(store, transfers, workers, steps, resources.pop_all())
+            resources.callback(self._steps.close)
+            self.workers, self._resources = workers, resources.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -189,38 +180,24 @@ class Engine:
 
     def close(self) -> None:
         """Join the threads and give page-locked memory back. The parameters stay where they are."""
-        if self._opened is not None:
-            self._opened.resources.close()
-
-    @property
-    def _open(self) -> _Opened:
-        assert self._opened is not None, "the engine is entered"
-        return self._opened
-
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        return () if self._opened is None else self._opened.workers
+        self._resources.close()
 
     def worker_states(self) -> list[WorkerState]:
         """Return what every worker does in the step that began last; to any thread."""
         with suppress(IndexError):  # the step has ended meanwhile
-            turns = None if self._opened is None else self._opened.steps.last_turns
+            turns = self._steps.last_turns if self.workers else None
             if turns is not None:
                 progress = zip(self.workers, turns.progress().workers(), strict=True)
                 return [worker.state(doing) for worker, doing in progress]
         return []
 
     @property
-    def store(self) -> HostStore:
-        return self._open.store
-
-    @property
     def staging_bytes(self) -> int:
-        return self._open.transfers.host_bytes
+        return self._transfers.host_bytes
 
     def plan_for(self, chain: Chain, plan: Plan) -> None:
         """Run other calls of blocks, by a plan, from now on; PlanError if it is not for them."""
-        self._open.steps.finish_all()
+        self._steps.finish_all()
         before = self.chain
         self.chain = chain
         try:
@@ -271,18 +248,18 @@ class Engine:
             )
         if plan is not self._plan:
             self._check_plan(plan)
-        self._open.store.check_blocks()
+        self.store.check_blocks()
         backward = options.get("backward", True)
         prepared = self._wait_for_capacity(plan, backward=backward)
         context = self._context(prepared, call, joined=joined, **options)
         step = Step(
             _members(context, microbatches, loss_scales),
             context,
-            steps=self._open.steps,
+            steps=self._steps,
             waits_for_end=not self._num_steps,
             on_success=self._step_ended,
         )
-        self._open.steps.begin(step, prepared.stage_runs(backward=backward))
+        self._steps.begin(step, prepared.stage_runs(backward=backward))
         return step
 
     def _wait_for_capacity(self, plan: Plan, *, backward: bool) -> PreparedPlan:
@@ -290,7 +267,7 @@ class Engine:
 
         A step that overlaps another begins with the worker after the one that ends that.
         """
-        steps, plans = self._open.steps, self._plans
+        steps, plans = self._steps, self._plans
         if not steps.is_empty:
             following = plans.following(plan)
             steps.wait_for_capacity(following.stage_runs(backward=backward))
@@ -304,21 +281,21 @@ class Engine:
         joined: bool,
         **options: Unpack[StepOptions],
     ) -> StepContext:
-        plan, graph, opened = prepared.plan, prepared.graph, self._open
+        plan, graph = prepared.plan, prepared.graph
         return StepContext(
             module=self._module,
             stacks=self.stacks,
             chain=self.chain,
             repeated=self.chain.repeated,
-            outside_blocks=opened.store.outside_blocks,
-            turns=Turns(graph, before=opened.steps.last_turns),
-            workers=opened.workers,
+            outside_blocks=self.store.outside_blocks,
+            turns=Turns(graph, before=self._steps.last_turns),
+            workers=self.workers,
             classes=self._classes,
             reducer=GradientReducer(
                 num_microbatches=plan.num_microbatches,
                 num_stages=len(plan.partition.backward),
-                take=opened.store.take_gradients,
-                shared=(*opened.store.shared, *self.chain.repeated),
+                take=self.store.take_gradients,
+                shared=(*self.store.shared, *self.chain.repeated),
             ),
             draws=StepDraws(self._random_lock, looks_for_others=not self._num_steps),
             compiler=self._compiler,
@@ -355,18 +332,18 @@ class Engine:
         Returns:
             What `call` returned, on the host.
         """
-        self._open.steps.finish_all()
-        self._open.store.check_blocks()
+        self._steps.finish_all()
+        self.store.check_blocks()
         evaluation = Evaluation(
             module=self._module,
             stacks=self.stacks,
             chain=self.chain,
             plan=self._plan,
-            workers=self._open.workers,
+            workers=self.workers,
             classes=self._classes,
             outside=outside,
         )
-        transfers = self._open.transfers
+        transfers = self._transfers
         succeeded, failed = False, None
         try:
             stage_runs = self._plans.prepared(self._plan).stage_runs(backward=False)
@@ -423,9 +400,8 @@ class PreparedPlan:
     """A plan for a chain with what follows from it, made when first asked for."""
 
     def __init__(self, plan: Plan, chain: Chain) -> None:
-        self.plan = plan
-        self._chain = chain
-        self._stage_runs: dict[bool, tuple[WorkerRuns, ...]] = {}
+        self.plan, self._chain = plan, chain
+        self.stage_runs = cache(partial(plan_runs, plan, chain))
         self._rotated: dict[int, PreparedPlan] = {}
 
     @cached_property
@@ -436,11 +412,6 @@ class PreparedPlan:
     def num_turns(self) -> int:
         """By how many workers later the next batch in flight begins."""
         return turns_of_batch(self.plan)
-
-    def stage_runs(self, *, backward: bool) -> tuple[WorkerRuns, ...]:
-        if backward not in self._stage_runs:
-            self._stage_runs[backward] = plan_runs(self.plan, self._chain, backward=backward)
-        return self._stage_runs[backward]
 
     def beginning_with(self, worker: int) -> PreparedPlan:
         if worker not in self._rotated:

@@ -114,7 +114,7 @@ def test_a_step_leaves_nothing(server: str) -> None:
             assert not alive
             kept = {_memory(t) for t in (*result.gradients.values(), *result.losses)}
             kept |= {_memory(t) for output in result.outputs for t in output.values()}
-            kept |= {_memory(block.pages) for block in engine._open.transfers._pool._blocks}
+            kept |= {_memory(block.pages) for block in engine._transfers._pool._blocks}
             fresh = [t for key, t in _tensors().items() if key not in before]
             assert not [t for t in fresh if _memory(t) not in kept]
             gradient = weakref.ref(next(iter(result.gradients.values())))
