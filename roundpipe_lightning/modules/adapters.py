@@ -75,6 +75,9 @@ class Adapters:
         _check_targets(model, config)
         try:
             with self._seeded(), _quiet():
+                if not (getattr(config, "rank_pattern", 0) or getattr(config, "alpha_pattern", 0)):
+                    # peft writes some for experts itself, and misses modules for them
+                    warnings.filterwarnings("ignore", message=".*_pattern keys did not match")
                 return cast("PeftModel", get_peft_model(model, config))
         except (ValueError, NotImplementedError) as error:
             raise ConfigurationError(

@@ -77,6 +77,13 @@ def test_experts_are_adapted_by_the_names_of_their_parameters() -> None:
     assert any("experts.lora_A" in name for name in trained(model)), trained(model)
 
 
+def test_patterns_that_peft_writes_itself_bring_no_warnings(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    lora({**LORA, "target_modules": "all-linear"}).apply(ModelSource(architecture=EXPERTS).build())
+    assert [str(warning.message) for warning in recwarn if "pattern" in str(warning.message)] == []
+
+
 def test_predictions_are_for_the_text_and_not_for_a_prompt() -> None:
     soft = Adapters(config=peft_config("peft.PromptTuningConfig", {"num_virtual_tokens": 3}))
     source = ModelSource(architecture=TINY)
