@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -45,12 +45,13 @@ from roundpipe_lightning.errors import (
 )
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion, are_large
+from roundpipe_lightning.models.work.alike import one_of_each_kind
 from roundpipe_lightning.models.work.work_profile import (
     causal_lm_call,
     parameter_work,
     work_profile,
 )
-from roundpipe_lightning.modules import ModelSource
+from roundpipe_lightning.modules import Adapters, ModelSource
 from roundpipe_lightning.modules.language import CausalLanguageModule
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, network_rate
 from roundpipe_lightning.planning.model.work import MicrobatchShape, WorkProfile
@@ -401,7 +402,7 @@ class Job:
     def _module_without_values(self) -> LightningModule:
         module: Any = self.new_module()
         if getattr(module, "adapters", None) is not None:  # what is saved are values
-            module.adapters = replace(module.adapters, adapter=None)
+            module.adapters = _WithoutValues(config=module.adapters.config)
         if getattr(module, "pad_token_id", 0) is None:
             module.pad_token_id = 0  # the data's, which is not there
         try:
@@ -526,6 +527,24 @@ class Job:
         for key, value in changes.items():
             OmegaConf.update(config, key, value, merge=False)
         return Job(config, models=self._models)
+
+
+class _WithoutValues(Adapters):
+    """Adapters of which nobody asks for values: blocks that are alike get copies of one."""
+
+    def apply(self, model: Any, *, task: str = "CAUSAL_LM") -> Any:
+        is_each = type(self.config).__name__ == "LoraConfig" and not any(
+            re.search(r"\d", str(getattr(self.config, name, None)))
+            for name in _NAMES_OF_LAYERS  # a layer's number
+        )
+        with one_of_each_kind(model) if is_each else nullcontext():
+            return super().apply(model, task=task)
+
+
+_NAMES_OF_LAYERS = (
+    *("target_modules", "exclude_modules", "modules_to_save", "target_parameters"),
+    *("layers_to_transform", "layer_replication", "rank_pattern", "alpha_pattern"),
+)
 
 
 def _is_roundpipe(strategy: Any) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
@@ -19,6 +20,7 @@ from roundpipe_lightning.cli.plan import command as plan_module
 from roundpipe_lightning.cli.plan.command import PlanOutput, run
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.work.work_profile import work_profile
+from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.planning.model.hardware import config_folder, load_hardware
 from roundpipe_lightning.planning.model.work import WorkProfile
 from roundpipe_lightning.planning.search.fit import TrainingJob
@@ -176,6 +178,43 @@ def test_jobs_that_differ_in_their_gradients_dtype_share_a_model(tmp_path: Path)
 
     assert [gradient_bytes(dtype) for dtype in ("null", "bf16", "null")] == [4.0, 2.0, 4.0]
     assert len(models) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        (("peft=qlora",), {1}),
+        (("peft=lora", "+peft.layers_to_transform=[1]"), {8}),
+    ],
+)
+def test_blocks_that_are_alike_get_copies_of_ones_adapters(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: tuple[str, ...],
+    sizes: set[int],
+) -> None:
+    seen = set()
+
+    def counted(adapters: Adapters, model: Any, **given: Any) -> Any:
+        seen.add(len(list(model.model.layers)))
+        return apply(adapters, model, **given)
+
+    apply = Adapters.apply
+    monkeypatch.setattr(Adapters, "apply", counted)
+    job = Job(configure(tmp_path, *GPU, *settings))
+    module = job.model.module
+    assert seen == sizes
+    whole: Any = job.new_module()
+    with torch.device("meta"):
+        whole.configure_model()
+
+    def parts(module: torch.nn.Module) -> list[tuple[str, str]]:
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        shapes = [(name, f"{t.shape} {t.dtype} {t.requires_grad}") for name, t in tensors.items()]
+        return shapes + [(name, type(part).__name__) for name, part in module.named_modules()]
+
+    assert parts(module) == parts(whole)
+    assert len({id(tensor) for tensor in module.parameters()}) == len(list(module.parameters()))
 
 
 def test_of_what_no_device_holds_the_smallest_microbatches_alone_are_planned(
