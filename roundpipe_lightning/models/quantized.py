@@ -98,12 +98,14 @@ class _Quantized(nn.Module):
         if torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         whole = _Whole(self)
-        self.__dict__.update(_whole=whole)  # of this run: a view's is not written into the module
+        dict.update(
+            self.__dict__, _whole=whole
+        )  # of this run: a view's is not written into the module
         try:
             with saved_tensors_hooks(whole.pack, whole.unpack):
                 return super().forward(*args, **kwargs)
         finally:
-            self.__dict__.pop("_whole")
+            dict.pop(self.__dict__, "_whole")
             whole.weights.clear()
 
 

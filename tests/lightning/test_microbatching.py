@@ -496,6 +496,10 @@ def test_what_a_step_keeps_past_attributes(tmp_path: Path) -> None:
             self.__dict__["passing"] = self.briefly = True
             loss = super().training_step(batch, batch_idx) * self.scale * self.__dict__["steps"]
             del self.__dict__["passing"], self.briefly
+            own = vars(self)
+            own.update(before=own.setdefault("last", 1))
+            own |= {"last": own.pop("before") + 1}
+            assert len(own) == len(own.copy()) == len(own | {})
             return loss
 
         def on_train_end(self) -> None:
@@ -507,6 +511,8 @@ def test_what_a_step_keeps_past_attributes(tmp_path: Path) -> None:
     )
     assert parameter_error(module, one) < 1e-5
     assert (module.steps, module.scale, module.drawn) == (3, one.scale, one.drawn)
+    assert module.last == 4
+    assert not hasattr(module, "before")
 
 
 class Reciprocal(Regressor):

@@ -139,7 +139,7 @@ def make_proxy(
     """Make a proxy for a block, and fill it as a view: user code may look inside a block."""
     proxy: Any = object.__new__(classes.class_for(type(block), BlockProxy))
     maker.fill(proxy, block)
-    proxy.__dict__.update(_called=called)
+    dict.update(proxy.__dict__, _called=called)
     return proxy  # type: ignore[no-any-return]
 
 

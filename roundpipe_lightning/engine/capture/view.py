@@ -28,7 +28,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -187,6 +187,31 @@ class Attributes(dict[str, Any]):
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401 - `get` is what is defined
 
+    def pop(self, name: str, *default: Any) -> Any:
+        if default and name not in self:
+            return default[0]
+        value = self[name]
+        del self[name]
+        return value
+
+    popitem = MutableMapping.popitem
+    clear = MutableMapping.clear
+    update = MutableMapping.update
+    setdefault = MutableMapping.setdefault
+
+    def __ior__(self, others: Any) -> Any:
+        self.update(others)
+        return self
+
+    def __or__(self, others: Any) -> Any:
+        return {**self.copy(), **others}
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __len__(self) -> int:
+        return super().__len__() and sum(1 for _ in self)  # a closed one is empty
+
     def keys(self) -> Any:
         return list(self)
 
@@ -274,11 +299,11 @@ class View:
             for table in _TABLES:
                 own[table].pop(name, None)
         elif own["_class_swapped"] or (has_own and _is_entry(own["_view_of"], name)):
-            own.pop(name, None)
+            dict.pop(own, name, None)
         else:
             if not has_own:
                 getattr(self, name)  # raises as a module does
-            own.pop(name, None)
+            dict.pop(own, name, None)
             own["_write"](own["_view_of"], name, DELETED)
         own["_gone"].add(name)
 
@@ -292,7 +317,7 @@ def _registering(name: str) -> Callable[..., Any]:
     def register(self: Any, *args: Any, **kwargs: Any) -> Any:
         own, original = self.__dict__, self.__dict__["_view_of"]
         tables = {name: original.__dict__[name] for name in HOOKS}
-        own.update({name: copy.copy(t) for name, t in tables.items() if own[name] is t})
+        dict.update(own, {name: copy.copy(t) for name, t in tables.items() if own[name] is t})
         handle = getattr(super(View, self), name)(*args, **kwargs)
         handle.extra_dict_ref += tuple(map(weakref.ref, tables.values()))  # removed there, too
         for table in (name for name in tables if own[name] != tables[name]):
@@ -352,11 +377,11 @@ def put(view: Any, name: str, value: Any) -> Any:
     own = view.__dict__
     before = DELETED if name in own["_gone"] else dict.get(own, name, _AS_THE_ORIGINAL)
     own["_gone"].discard(name)
-    own.pop(name, None)
+    dict.pop(own, name, None)
     if value is DELETED:
         own["_gone"].add(name)
     elif value is not _AS_THE_ORIGINAL:
-        own.update({name: value})
+        dict.update(own, {name: value})
     return before
 
 
@@ -405,7 +430,7 @@ class ViewClasses:
         extra = tuple(c for c in type(view).__bases__ if issubclass(c, View) and c is not View)
         made = self.class_for(kind, *extra) if ends else _view_class(kind, extra)
         object.__dict__["__class__"].__set__(view, made)
-        own.update(_class_swapped=not ends)
+        dict.update(own, _class_swapped=not ends)
         if ends:
             self._held.depth = self._depth - 1
             self._swap_lock.release()
@@ -540,7 +565,7 @@ class ViewMaker:
         others = [stand_in for _, stand_in in self._stand_ins.values()]
         for view in (*self.made.values(), *others):
             if isinstance(view, View):
-                view.__dict__.clear()
+                dict.clear(view.__dict__)
         self.made.clear()
         self._stand_ins.clear()
         self._to_stand_in.clear()

@@ -303,11 +303,11 @@ class BlockCall:
             for key, hook in hooks.items()
             if not (again and key in self._idle_hooks)
         )
-        own.update(_forward_hooks=kept)
+        dict.update(own, _forward_hooks=kept)
         try:
             yield
         finally:
-            own.update(_forward_hooks=hooks)
+            dict.update(own, _forward_hooks=hooks)
 
     def _noting(self, key: int, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward hook that notes whether it has changed the output."""

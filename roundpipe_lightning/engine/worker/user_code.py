@@ -78,7 +78,7 @@ def root_view(
     """Return the view of the whole module, whose `device` is where its code runs at present."""
     has_device = isinstance(getattr(type(module), "device", None), property)
     view = maker.view_of(module, *((RootView,) if has_device else ()))
-    view.__dict__.update(_present_device=present_device)
+    dict.update(view.__dict__, _present_device=present_device)
     return view
 
 
