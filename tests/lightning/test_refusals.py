@@ -300,3 +300,13 @@ def test_a_step_that_runs_backward_itself(tmp_path: Path, run: Any, of_head: boo
     trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
     with pytest.raises(CaptureError, match=r"backward\(\).*automatic_optimization = False"):
         trainer.fit(_RunsBackward(run, of_head=of_head), regression_data())
+
+
+@pytest.mark.parametrize("name", ["head.weight", "layers.1.outer.bias"])
+def test_a_step_that_reads_gradients_of_the_batch_before(tmp_path: Path, name: str) -> None:
+    def read(module: Any, *_: Any) -> None:
+        assert module.get_parameter(name).grad is None
+
+    trainer = make_trainer(tmp_path, strategy="roundpipe", max_steps=2)
+    with pytest.warns(UserWarning, match=r"reads a parameter's \.grad.*on_after_backward"):
+        trainer.fit(Regressor(on_step=read), regression_data())

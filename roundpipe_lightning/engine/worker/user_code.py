@@ -14,6 +14,7 @@ function that was written for one device. `UserCode` makes this invisible:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodWrapperType
@@ -54,6 +55,7 @@ from roundpipe_lightning.errors import CaptureError, ConfigurationError
 
 #: Functions that ask nothing of a tensor's values, or that leave its graph.
 _WITHOUT_VALUES = METADATA | {"detach"}
+_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 #: Types of arguments that neither are parameters nor hold some.
 _NO_MASTERS = frozenset({Tensor, int, float, bool, str, slice, type(None), torch.dtype})
@@ -410,6 +412,13 @@ class UserCode(TorchFunctionMode):
         if name in QUESTIONS:
             if name == "backward":
                 self.check_backward(*tensors_in(args[0]))
+            elif func == _GRADIENT and any(args[0] is leaf for leaf in self.leaves.values()):
+                warnings.warn(
+                    "A step reads a parameter's .grad, which is None in steps. What the batch "
+                    "before gave is there in on_after_backward, on_before_optimizer_step and after "
+                    "the batch: keep it in an attribute.",
+                    stacklevel=3,
+                )
             return NotImplemented, args, kwargs
         if func is torch.autograd.grad and self.check_gradient is not None:
             if not is_transformed():  # else these are the transform's own
