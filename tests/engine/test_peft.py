@@ -8,7 +8,6 @@ from peft import (
     AdaLoraConfig,
     IA3Config,
     LoHaConfig,
-    LoKrConfig,
     LoraConfig,
     OFTConfig,
     PrefixTuningConfig,
@@ -128,7 +127,6 @@ def _untied() -> Any:
 KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
     "lora": (base, LoraConfig(**Q_V)),
     "lora on all linear layers": (base, LoraConfig(r=2, target_modules="all-linear")),
-    "rslora": (base, LoraConfig(**Q_V, use_rslora=True)),
     "dora": (base, LoraConfig(**Q_V, use_dora=True)),
     "lora in float32 on a base in bfloat16": (lambda: base().bfloat16(), LoraConfig(**Q_V)),
     "lora on blocks with common weights": (
@@ -136,7 +134,6 @@ KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
         LoraConfig(**Q_V, layer_replication=[(0, 2), (1, 3)]),
     ),
     "lora on the upper blocks": (base, LoraConfig(**Q_V, layers_to_transform=[2, 3])),
-    "lora on the embedding": (_untied, LoraConfig(r=2, target_modules=["embed_tokens"])),
     "lora on embedding and head": (
         _untied,
         LoraConfig(r=2, target_modules=["embed_tokens", "lm_head", "q_proj"]),
@@ -181,18 +178,15 @@ KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
         AdaLoraConfig(init_r=3, target_r=2, target_modules=["q_proj"], total_step=10),
     ),
     "loha": (base, LoHaConfig(r=2, target_modules=["q_proj"])),
-    "lokr": (base, LoKrConfig(r=2, target_modules=["q_proj"])),
     "oft": (base, OFTConfig(oft_block_size=4, target_modules=["q_proj"])),
     "vera": (base, VeraConfig(r=4, target_modules=["q_proj"])),
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_microbatches"), [("lora", 1), ("lora", 4), *((kind, 2) for kind in KINDS)]
-)
-def test_gradients_are_those_of_plain_pytorch(kind: str, num_microbatches: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_plain_pytorch(kind: str) -> None:
     make, config = KINDS[kind]
-    check_model(adapted(make(), config), num_microbatches=num_microbatches)
+    check_model(adapted(make(), config), num_microbatches=2)
 
 
 def test_lora_with_dropout_draws_what_one_worker_draws() -> None:

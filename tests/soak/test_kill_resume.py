@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parent / "kill_resume.py"
 
 @pytest.mark.parametrize(
     ("form", "kills"),
-    [("file", 2), ("distributed", 2), pytest.param("file", 60, marks=pytest.mark.soak)],
+    [("file", 2), ("distributed", 1), pytest.param("file", 60, marks=pytest.mark.soak)],
 )
 def test_killed_trainings_end_as_if_nothing_had_been(form: str, kills: int) -> None:
     command = [sys.executable, str(SCRIPT), "--kills", str(kills), "--form", form]
