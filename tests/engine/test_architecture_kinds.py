@@ -61,7 +61,6 @@ def check(
     run: Callable[[Any, Tensor], Any],
     *,
     freeze: Callable[[Any], None] = lambda module: None,
-    emulated: bool = True,
 ) -> None:
     module = Regressor(4, make_block=make_block)
     freeze(module)
@@ -73,9 +72,9 @@ def check(
         return functional.mse_loss(view.tail(hidden).squeeze(-1), batch[1])
 
     plain = plain_step(module, batches, call=call)
-    for partition in PARTITIONS:
+    for number, partition in enumerate(PARTITIONS):
         plan = plan_of(stack, num_workers=2, num_microbatches=NUM_MICROBATCHES, partition=partition)
-        for devices in (cpu_workers(2), emulated_workers(2))[: 2 if emulated else 1]:
+        for devices in (cpu_workers(2), emulated_workers(2))[: 1 + (number in (0, 2))]:
             with engine_of(module, stack, plan, devices=devices) as engine:
                 result = mean_step(engine, batches, call=call)
                 assert not differences(module, result, plain), (partition, devices)

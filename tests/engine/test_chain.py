@@ -139,7 +139,7 @@ def check(
                 assert list(result.chain.names) == list(names)
                 if cuts is not None:
                     assert list(result.chain.cuts) == list(cuts)
-                for make_plan in (plan_for, one_block_each):
+                for make_plan in (plan_for, one_block_each)[emulated:]:
                     planned = result.chain
                     engine.plan_for(planned, make_plan(planned, **counts))
                     second = mean_step(engine, batches, call=call)

@@ -431,10 +431,10 @@ def actions_of(thing: Timeline | Plan) -> frozenset[Action]:
 def test_batches_in_flight_go_round_the_workers(name: str, *, emulated: bool) -> None:
     module = Regressor(3)
     plan = LAYOUTS[name].plan(module)
-    turns = turns_of_batch(plan)
+    turns, numbers = turns_of_batch(plan), range(3 if emulated else 5)
     with opened(module, plan, emulated=emulated) as engine:
-        wanted = [begin(engine, number, plan=plan).result() for number in range(5)]
-        found = stream(engine, plan, range(5))
+        wanted = [begin(engine, number, plan=plan).result() for number in numbers]
+        found = stream(engine, plan, numbers)
         again = stream(engine, plan, range(2))  # the first one is alone
     for number, (ours, alone) in enumerate(zip(found, wanted, strict=True)):
         assert actions_of(alone.timeline) == actions_of(plan)

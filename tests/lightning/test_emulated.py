@@ -2,6 +2,7 @@ import copy
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def test_logs_metrics_outputs_and_parameters(tmp_path: Path, precision: Any) -> 
             max_epochs=2,
             precision=precision,
         )
-        trainer.fit(module, regression_data(), regression_data(9))
+        trainer.fit(module, regression_data(16), regression_data(9))
         trainer.test(module, regression_data(9), verbose=False)
         predictions = trainer.predict(module, regression_data(9))
         assert predictions is not None
@@ -53,7 +54,7 @@ def test_logs_metrics_outputs_and_parameters(tmp_path: Path, precision: Any) -> 
 
 
 def test_a_user_s_comparison_with_one_device() -> None:
-    assert_trains_as_one_device(Regressor, regression_data, devices=3)
+    assert_trains_as_one_device(Regressor, partial(regression_data, 16), devices=3)
 
     class LooksAtTheBatchSize(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -62,7 +63,7 @@ def test_a_user_s_comparison_with_one_device() -> None:
     with pytest.raises(AssertionError, match=r"item .*head\.bias"):
         assert_trains_as_one_device(
             LooksAtTheBatchSize,
-            regression_data,
+            partial(regression_data, 8),
             strategy=EmulatedStrategy(microbatching="step"),
             max_epochs=1,
         )
@@ -103,7 +104,7 @@ def test_a_write_beside_the_optimizer_is_refused(tmp_path: Path) -> None:
 def test_a_momentum_teacher(options: dict[str, Any]) -> None:
     assert_trains_as_one_device(
         MomentumTeacher,
-        regression_data,
+        partial(regression_data, 16),
         strategy=EmulatedStrategy(num_microbatches=4, upload_dtype=None),
         **options,
     )

@@ -116,17 +116,17 @@ def _fit_with_everything_on(
         devices=devices,
         callbacks=[
             EMAWeightAveraging(decay=0.9, use_buffers=False),
-            ModelCheckpoint(folder / "saved", every_n_train_steps=17),
+            ModelCheckpoint(folder / "saved", every_n_train_steps=7),
         ],
         enable_checkpointing=True,
         gradient_clip_val=0.05,
         accumulate_grad_batches=2,
         val_check_interval=12,
-        max_epochs=4,
-        max_steps=50,
+        max_epochs=2,
+        max_steps=20,
     )
     trainer.fit(module, regression_data(98, batch_size=4, shuffle=True), regression_data(4))
-    assert trainer.global_step == 50
+    assert trainer.global_step == 20
     return module, trainer
 
 
@@ -138,7 +138,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[LightningModul
 @pytest.mark.parametrize(
     ("strategy", "devices"), [(RoundPipeStrategy, 2), (Overlapping, 2), (EmulatedStrategy, 2)]
 )
-def test_50_steps_with_everything_on_are_those_of_one_device(
+def test_20_steps_with_everything_on_are_those_of_one_device(
     tmp_path: Path, one_device: tuple[LightningModule, Trainer], strategy: Any, devices: int
 ) -> None:
     expected, one = one_device
@@ -407,8 +407,14 @@ def test_whoever_reads_finds_finished_parameters(
         torch.manual_seed(3)
         seen: list[Tensor] = []
         module, data, callbacks = READERS[name](seen)
-        flags = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
-        trainer = make_trainer(tmp_path, strategy=strategy, callbacks=callbacks, **flags)
+        trainer = make_trainer(
+            tmp_path,
+            strategy=strategy,
+            callbacks=callbacks,
+            max_epochs=2,
+            limit_train_batches=2,
+            reload_dataloaders_every_n_epochs=1,
+        )
         trainer.fit(module, data, regression_data(9))
         runs.append(seen)
     assert len(runs[0]) == len(runs[1]) > 0
@@ -497,7 +503,8 @@ def test_whoever_looks_finds_what_one_device_has(
     runs = []
     for strategy in (PlainLoop(2), EmulatedStrategy(num_microbatches=2, dry_run=False)):
         seen: list[Tensor] = []
-        fit(tmp_path, strategy, devices=1, limit_val_batches=0, callbacks=[kind(seen.extend)])
+        flags: Any = {"limit_val_batches": 0, "max_epochs": 1}
+        fit(tmp_path, strategy, devices=1, callbacks=[kind(seen.extend)], **flags)
         runs.append(seen)
     assert len(runs[0]) == len(runs[1]) > 0
     assert all(map(torch.equal, *runs))
@@ -509,11 +516,12 @@ def test_a_gradient_that_is_gone_is_no_silence(tmp_path: Path) -> None:
             if trainer.global_step == 3:
                 _ = module.layers[0].inner.weight.grad
 
-    run = partial(fit, tmp_path, EmulatedStrategy(num_microbatches=2, dry_run=False))
+    strategy = EmulatedStrategy(num_microbatches=2, dry_run=False)
+    run = partial(fit, tmp_path, strategy, max_epochs=1)
     with pytest.raises(GradientError, match=r"LooksLate.on_train_batch_end .*_sync = True"):
         run(callbacks=[LooksLate()])
     kind = type("Says", (LooksLate,), {"requires_optimizer_sync": True})
-    fit(tmp_path, EmulatedStrategy(num_microbatches=2, dry_run=False), callbacks=[kind()])
+    run(callbacks=[kind()])
 
 
 class _LooksOnce(Callback):
@@ -533,14 +541,15 @@ class _LooksOnce(Callback):
 def test_lost_overlap_is_told_once(tmp_path: Path, callback: Any, told: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(tmp_path, EmulatedStrategy(num_microbatches=2, dry_run=False), callbacks=[callback])
+        strategy = EmulatedStrategy(num_microbatches=2, dry_run=False)
+        fit(tmp_path, strategy, callbacks=[callback], max_epochs=1)
     assert len([w for w in caught if re.search(told, str(w.message))]) == 1
 
 
 def test_all_is_the_users_again_afterwards(tmp_path: Path) -> None:
     mine = [LambdaCallback()]
     strategy = EmulatedStrategy(num_microbatches=2, dry_run=False)
-    module, trainer = fit(tmp_path, strategy, callbacks=mine)
+    module, trainer = fit(tmp_path, strategy, callbacks=mine, max_steps=2)
     assert trainer.callbacks == mine  # type: ignore[attr-defined]
     assert {type(p) for p in module.parameters()} == {nn.Parameter}
     assert {type(o.state) for o in trainer.optimizers} == {defaultdict}
@@ -963,7 +972,7 @@ def test_clipping_is_that_of_one_device(
         gradient_clip_val=limit,
         gradient_clip_algorithm=algorithm,
         accumulate_grad_batches=window,
-        max_epochs=2,
+        max_epochs=window,
     )
     assert all(same_bits(module, runs[0][0]) for module, _ in runs)
 
@@ -1017,7 +1026,7 @@ def test_steps_whose_gradients_overflow_are_skipped(
             kind(num_microbatches=2, update=update, dry_run=False),
             Scales(),
             devices=2,
-            max_epochs=4,
+            max_epochs=3,
             plugins=[RoundPipePrecision("16-mixed", scaler=scaler)],
             gradient_clip_val=0.5,
         )
