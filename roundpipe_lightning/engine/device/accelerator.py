@@ -32,6 +32,19 @@ from roundpipe_lightning.planning.cost.traffic import MOST_IN_USE
 from roundpipe_lightning.planning.model.hardware import WORKSPACE_BYTES
 
 
+def _ability(attempt: Callable[[Any], None]) -> functools.cached_property[bool]:
+    """Whether a backend does what is tried; PyTorch's word for "not" is RuntimeError."""
+
+    def can(runtime: Runtime) -> bool:
+        try:
+            attempt(runtime)
+        except (RuntimeError, AttributeError, TypeError):
+            return False
+        return True
+
+    return functools.cached_property(can)
+
+
 class Runtime:
     """What an accelerator can do. It asks that device only: no other one gets a context.
 
@@ -47,52 +60,36 @@ class Runtime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    @functools.cached_property
-    def has_streams(self) -> bool:
+    @_ability
+    def has_streams(self) -> None:
         """Whether copies can run beside compute, and the host wait for their events."""
+        with torch.accelerator.device_index(self.device.index):
+            stream, event = self.new_stream(self.device), self.new_event(self.device)
+            event.record(stream)
+            event.synchronize()
 
-        def wait() -> None:
-            with torch.accelerator.device_index(self.device.index):
-                stream, event = self.new_stream(self.device), self.new_event(self.device)
-                event.record(stream)
-                event.synchronize()
-
-        return _can(wait)
-
-    @functools.cached_property
-    def records_streams(self) -> bool:
+    @_ability
+    def records_streams(self) -> None:
         """Whether the allocator can be told of a second stream that uses a tensor."""
+        stream = torch.accelerator.current_stream(self.device)
+        torch.empty(1, device=self.device).record_stream(stream)
 
-        def record() -> None:
-            stream = torch.accelerator.current_stream(self.device)
-            torch.empty(1, device=self.device).record_stream(stream)
+    @_ability
+    def synchronizes(self) -> None:
+        with torch.accelerator.device_index(self.device.index):
+            torch.accelerator.synchronize(self.device)
 
-        return _can(record)
+    @_ability
+    def has_timed_events(self) -> None:
+        with torch.accelerator.device_index(self.device.index):
+            first, last = _timed_event(self.device), _timed_event(self.device)
+            last.synchronize()
+        first.elapsed_time(last)
 
-    @functools.cached_property
-    def synchronizes(self) -> bool:
-        def wait() -> None:
-            with torch.accelerator.device_index(self.device.index):
-                torch.accelerator.synchronize(self.device)
-
-        return _can(wait)
-
-    @functools.cached_property
-    def has_timed_events(self) -> bool:
-        def time() -> None:
-            with torch.accelerator.device_index(self.device.index):
-                first, last = _timed_event(self.device), _timed_event(self.device)
-                last.synchronize()
-            first.elapsed_time(last)
-
-        return _can(time)
-
-    @functools.cached_property
-    def counts_memory(self) -> bool:
-        memory = torch.accelerator
-        return _can(
-            lambda: (memory.get_memory_info(self.device), memory.memory_allocated(self.device))
-        )
+    @_ability
+    def counts_memory(self) -> None:
+        torch.accelerator.get_memory_info(self.device)
+        torch.accelerator.memory_allocated(self.device)
 
     def generators(self) -> tuple[torch.Generator, ...]:
         module, index = torch.get_device_module(self.device), self.device.index
@@ -154,15 +151,6 @@ class CudaRuntime(Runtime):
         if self.device == other or "ROUNDPIPE_NO_PEER_COPIES" in os.environ:
             return self.device == other
         return other.type == "cuda" and torch.cuda.can_device_access_peer(self.device, other)
-
-
-def _can(ask: Callable[[], object]) -> bool:
-    """Return whether a backend has what is asked for; PyTorch's word for "not" is RuntimeError."""
-    try:
-        ask()
-    except (RuntimeError, AttributeError, TypeError):
-        return False
-    return True
 
 
 @functools.cache
