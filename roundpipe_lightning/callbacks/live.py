@@ -20,7 +20,7 @@ from rich.text import Text
 from roundpipe_lightning.callbacks.monitor import (
     CollectsLosses,
     Listening,
-    PipelineMonitor,
+    figures_among,
     peak_host_bytes,
 )
 from roundpipe_lightning.planning.cost.device_memory import size_text
@@ -109,8 +109,7 @@ class LiveView(CollectsLosses, Listening, ProgressBar):
         now = time.monotonic()
         if now - self._speed_seconds > _FIGURES_SECONDS:
             callbacks: list[Any] = getattr(trainer, "callbacks", [])
-            monitors = [each for each in callbacks if isinstance(each, PipelineMonitor)]
-            self._speed, self._speed_seconds = monitors[0].figures if monitors else {}, now
+            self._speed, self._speed_seconds = figures_among(callbacks), now
 
     def on_train_end(self, *_: Any) -> None:
         self._stop()

@@ -6,7 +6,7 @@ import sys
 import time
 from abc import abstractmethod
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, MutableSequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -304,6 +304,11 @@ class PipelineMonitor(Listening):
         for result in [results[name] for name in self._logged if name in results]:
             result.reset()
         self._logged, self._have_reached_loggers = [], False
+
+
+def figures_among(callbacks: Iterable[Callback]) -> Mapping[str, float]:
+    """Return what the first `PipelineMonitor` has measured over the whole run, if there is one."""
+    return next((each.figures for each in callbacks if isinstance(each, PipelineMonitor)), {})
 
 
 def peak_host_bytes() -> int | None:

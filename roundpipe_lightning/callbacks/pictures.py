@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from roundpipe_lightning.callbacks.monitor import (
     CollectsLosses,
     Listening,
-    PipelineMonitor,
+    figures_among,
     peak_host_bytes,
 )
 from roundpipe_lightning.errors import ConfigurationError
@@ -238,8 +238,7 @@ class RunReport(CollectsLosses, Listening):
 
     def _page(self, trainer: Trainer) -> Iterator[str]:
         callbacks: list[Any] = getattr(trainer, "callbacks", [])
-        monitors = [each for each in callbacks if isinstance(each, PipelineMonitor)]
-        figures = monitors[0].figures if monitors else {}
+        figures = figures_among(callbacks)
         yield '<!doctype html><html lang="en"><meta charset="utf-8">'
         yield f"<title>Training report</title><style>{_STYLE}</style><h1>Training report</h1>"
         yield f"<p>{trainer.global_step} optimizer steps, "

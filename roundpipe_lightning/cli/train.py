@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import nn
 
 from roundpipe_lightning.callbacks import ExportPretrained
-from roundpipe_lightning.callbacks.monitor import PipelineMonitor, peak_host_bytes
+from roundpipe_lightning.callbacks.monitor import figures_among, peak_host_bytes
 from roundpipe_lightning.callbacks.pictures import PipelineTimeline
 from roundpipe_lightning.cli.build import (
     Run,
@@ -297,8 +297,7 @@ def summary_rows(figures: Mapping[str, Any], *, unit: str) -> list[tuple[str, st
 
 def monitored_rows(callbacks: Iterable[Callback]) -> list[tuple[str, str]]:
     """Rows of the summary's table that a `PipelineMonitor` has measured over the whole run."""
-    monitors = [callback for callback in callbacks if isinstance(callback, PipelineMonitor)]
-    figures = monitors[0].figures if monitors else {}
+    figures = figures_among(callbacks)
     rows = []
     if "tflop_per_second" in figures:
         peak = figures.get("share_of_peak")

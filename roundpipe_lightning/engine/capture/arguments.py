@@ -41,10 +41,6 @@ _SWAPPED = (Tensor, Reference)
 _PLAIN = (dict, list)
 
 
-class _Missing(enum.Enum):
-    MISSING = "missing"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """Something that a block put into a container or an object it was given."""
@@ -130,7 +126,7 @@ class Copies:
                 if key not in now:
                     raise KeyError(key)
             for key, value in now.items():
-                if pair.before.get(key, _Missing.MISSING) is not value:
+                if key not in pair.before or pair.before[key] is not value:
                     yield Change(
                         target=pair.original, key=key, value=value, in_object=pair.in_object
                     )
