@@ -96,6 +96,7 @@ def add(module: Counts) -> None:
         (lambda module: GENERATOR.random(), "blocks"),
         (lambda module: module.current_epoch > 5, "blocks"),
         (lambda module: module.trainer.global_step / 2, "step"),
+        (lambda module: setattr(module.head.bias, "data", module.head.bias.data / 2), "blocks"),
     ],
     ids=[
         *(
@@ -107,7 +108,7 @@ def add(module: Counts) -> None:
             "a callable",
         ),
         *("a generator", "a full list", "an object of the file", "a generator of the file"),
-        *("an epoch", "a step"),
+        *("an epoch", "a step", "a parameter's memory"),
     ],
 )
 def test_chosen_mode(

@@ -109,8 +109,11 @@ class _Run:
     hidden: list[Tensor] = field(default_factory=list)
 
 
+_SETTERS: Any = (Tensor.data.__set__, Tensor.grad.__set__)  # type: ignore[attr-defined, union-attr]
+
+
 class _Numbers(TorchFunctionMode):
-    """Notes the numbers that tensors without values are made of, and refuses hooks."""
+    """Notes the numbers that tensors without values are made of, and refuses hooks and setters."""
 
     def __init__(self, ops: list[_Op], tracer: _Tracer) -> None:
         super().__init__()
@@ -121,6 +124,8 @@ class _Numbers(TorchFunctionMode):
         if func is Tensor.register_hook:
             whose = _IN_BLOCK if self._tracer.is_paused else ""
             raise Unproven(f"a hook sees the gradient of a tensor{whose}")
+        if func in _SETTERS and not self._tracer.is_paused:
+            raise Unproven("it sets `data` or `grad` of a tensor")
         result = func(*args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor):
             data = args[func is Tensor.new_tensor :] or tuple((kwargs or {}).values())
