@@ -192,15 +192,17 @@ def refuse_fabric(**_: Any) -> NoReturn:
     )
 
 
-# `pytorch_lightning` is Lightning's code as a class tree of its own. A strategy, a Trainer and a
-# LightningModule must be of one tree, and this package's is `lightning`.
+# `pytorch_lightning` is Lightning's code as a class tree of its own: replaced or refused here. A
+# strategy, a Trainer and a LightningModule must be of one tree, and this package's is `lightning`.
 _REPLACEMENTS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+_REGISTRY = "pytorch_lightning.strategies"
 
 
 def register(strategy: type[Strategy], *, name: str) -> None:
     """Register the strategy's name; doing so twice changes nothing.
 
-    Fabric gets the name and the class, too: with an error that says what to do.
+    `pytorch_lightning` gets the name, too, with an error that says what to do. Fabric gets the name
+    and the class for the same reason: an instance that it accepts raises the error.
 
     Args:
         name: What `Trainer(strategy=...)` calls it.
@@ -214,6 +216,7 @@ def register(strategy: type[Strategy], *, name: str) -> None:
     if name not in FABRICS_REGISTRY:
         FABRICS_REGISTRY.register(name, refuse_fabric)
     FabricsStrategy.register(strategy)
+    register_refusal(name)
 
 
 class WorkersOnCuda(CUDAAccelerator):
@@ -258,6 +261,30 @@ def replace_pytorch_lightning() -> None:
         sys.meta_path.insert(0, _Replacing())
 
 
+def register_refusal(name: str) -> None:
+    """Have `pytorch_lightning.Trainer(strategy=name)` say what to do, now or once imported."""
+    if _REGISTRY in sys.modules:
+        _register(sys.modules[_REGISTRY], name)
+    elif not any(isinstance(finder, _Registering) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Registering(name))
+
+
+def _register(strategies: ModuleType, name: str) -> None:
+    registry = strategies.StrategyRegistry
+    if name not in registry:
+        registry.register(name, _refuse)
+
+
+def _refuse(**_: Any) -> NoReturn:
+    raise ConfigurationError(
+        "strategy='roundpipe' works with lightning.pytorch, but this Trainer is "
+        "pytorch_lightning's; the two do not mix. Write `import lightning.pytorch as pl` in place "
+        "of `import pytorch_lightning as pl`, everywhere. Where a library imports it, begin the "
+        "program with `import roundpipe_lightning` and "
+        "`roundpipe_lightning.replace_pytorch_lightning()`, before the library is imported."
+    )
+
+
 class _Replacing(MetaPathFinder, Loader):
     """Finds the modules of `lightning` under their other names."""
 
@@ -274,3 +301,24 @@ class _Replacing(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         top, dot, rest = module.__name__.partition(".")
         sys.modules[module.__name__] = import_module(_REPLACEMENTS[top] + dot + rest)
+
+
+class _Registering(MetaPathFinder, Loader):
+    """Registers a strategy's name as soon as there is a registry."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        del path, target
+        if fullname != _REGISTRY:
+            return None
+        sys.meta_path.remove(self)
+        return spec_from_loader(fullname, self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        del sys.modules[module.__name__]
+        sys.modules[module.__name__] = strategies = import_module(module.__name__)
+        _register(strategies, self._name)

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from roundpipe_lightning.errors import ConfigurationError
-from roundpipe_lightning.strategy.checks import replace_pytorch_lightning
+from roundpipe_lightning.strategy.checks import register, replace_pytorch_lightning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.training import Regressor, make_trainer, regression_data, same_bits
 
@@ -163,10 +163,20 @@ _FOREIGN = ("pytorch_lightning", "lightning_fabric")
 
 
 @pytest.mark.filterwarnings("ignore")  # an import of another project
-def test_pytorch_lightning_refuses_what_is_lightnings(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", ["roundpipe_lightning", "pytorch_lightning"])
+def test_pytorch_lightnings_trainer_says_what_to_do(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with _as_in_a_new_process(monkeypatch):
+        if first == "roundpipe_lightning":
+            register(RoundPipeStrategy, name="roundpipe")  # as its import does
         import pytorch_lightning  # `lightning` installs it
 
+        register(RoundPipeStrategy, name="roundpipe")
+        with pytest.raises(
+            ConfigurationError, match=r"`import lightning\.pytorch as pl`.*replace_"
+        ):
+            pytorch_lightning.Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
         with pytest.raises(ValueError, match=r"RoundPipeStrategy, a strategy for lightning\.pyt"):
             pytorch_lightning.Trainer(
                 strategy=RoundPipeStrategy(),  # type: ignore[arg-type]
