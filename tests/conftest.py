@@ -1,8 +1,10 @@
 import contextlib
+import functools
 import gc
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -20,6 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from tqdm import tqdm
 
 from roundpipe_commands import name_machines
+from roundpipe_lightning.planning.search.fit import fit_training
 from tests.kit import engine as kit
 from tests.kit.training import QUIET
 
@@ -102,6 +105,17 @@ def no_leaks() -> Iterator[None]:
             pytest.fail(f"left behind: threads {names}, open files {sorted(map(str, files))}")
         else:
             time.sleep(0.01)
+
+
+_fit_training = functools.cache(fit_training)
+
+
+@pytest.fixture(autouse=True)
+def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look up the plan of a job that came before: the search depends on the job alone."""
+    for name in ("strategy.planning.planner", "cli.job"):
+        if module := sys.modules.get(f"roundpipe_lightning.{name}"):
+            monkeypatch.setattr(module, "fit_training", _fit_training)
 
 
 @pytest.fixture(autouse=True)

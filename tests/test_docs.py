@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import roundpipe_lightning
@@ -15,6 +14,7 @@ from roundpipe_lightning import errors, finetune
 from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.conf.test_models import PUBLISHED
 from tests.kit.programs import run_program
+from tests.kit.runs import composed
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONF = config_folder()
@@ -72,14 +72,12 @@ def test_every_command_composes() -> None:
     assert len(commands) >= 25
     assert len(written) >= 25
     name_machines(CONF)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        for command in [*commands, *(f"{each} data=a.jsonl" for each in written)]:
-            words = [word for word in shlex.split(command) if "=" in word]
-            sweeps = [word for word in words if "," in word and "[" not in word]
-            if "experiment=" in command and command.endswith(" data=a.jsonl"):
-                words.pop()
-            settings = in_settings([word for word in words if word not in sweeps], CONF)
-            compose("train", overrides=settings)
+    for command in [*commands, *(f"{each} data=a.jsonl" for each in written)]:
+        words = [word for word in shlex.split(command) if "=" in word]
+        sweeps = [word for word in words if "," in word and "[" not in word]
+        if "experiment=" in command and command.endswith(" data=a.jsonl"):
+            words.pop()
+        composed("train", *in_settings([word for word in words if word not in sweeps], CONF))
 
 
 def test_what_is_written_instead_is_python() -> None:

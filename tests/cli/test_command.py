@@ -48,7 +48,7 @@ def test_the_main_job_leaves_a_complete_folder(tmp_path: Path) -> None:
     assert figures["peak_host_bytes"] > 2**20
 
     plan = Plan.load(folder / "plan.json")
-    assert (plan.num_workers, len(plan.block_names)) == (4, 4)
+    assert (plan.num_workers, len(plan.block_names)) == (4, 2)
     config = OmegaConf.load(folder / "config.yaml")
     assert config.trainer.devices == 4
     assert json.loads((folder / "timeline.json").read_text())["traceEvents"]

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import nn
@@ -17,9 +16,8 @@ from roundpipe_lightning.cli.objects import read_adapters
 from roundpipe_lightning.cli.train import train, trained_row
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, DataError
 from roundpipe_lightning.modules import ModelSource, byte_level_tokenizer
-from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.kit.architectures import TINY
-from tests.kit.runs import REPOSITORY, compose_small, summary, train_small
+from tests.kit.runs import REPOSITORY, compose_small, composed, summary, train_small
 
 QUICK = ["hardware=cpu", "trainer.devices=2", "trainer.max_steps=3", "scheduler.num_warmup_steps=0"]
 RECORDS = [
@@ -115,7 +113,7 @@ def test_what_cannot_work_is_explained(given: Any, message: str, tmp_path: Path)
 
 
 SMALL = (
-    "model.architecture.num_hidden_layers=3",
+    "model.architecture.num_hidden_layers=2",
     "model.architecture.hidden_size=32",
     "model.architecture.intermediate_size=64",
     "hardware=cpu",
@@ -134,9 +132,7 @@ TEXTS = "data.files=[docs/quickstart.md,docs/index.md,README.md]"
 
 
 def compose_experiment(name: str, folder: Path, *overrides: str) -> Any:
-    everything = [f"experiment={name}", *SMALL, f"paths.output_dir={folder}", *overrides]
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        return compose("train", overrides=everything)
+    return composed("train", f"experiment={name}", *SMALL, f"paths.output_dir={folder}", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +183,7 @@ def test_what_was_trained_can_be_exported(
     monkeypatch.chdir(REPOSITORY)
     short = ("trainer.max_steps=1", "trainer.limit_val_batches=0", "validate=false")
     train(compose_experiment(name, tmp_path, *short, "optimized_metric=null"))
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        config = compose("export", overrides=[f"ckpt_path={tmp_path}/checkpoints/last.ckpt"])
+    config = composed("export", f"ckpt_path={tmp_path}/checkpoints/last.ckpt")
     folder = export(config)
     tensors = load_file(folder / file)
     if name == "dpo":

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from roundpipe_commands import EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT, plan
@@ -21,13 +20,13 @@ from roundpipe_lightning.cli.plan.command import PlanOutput, run
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters
-from roundpipe_lightning.planning.model.hardware import config_folder, load_hardware
+from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.work import WorkProfile
 from roundpipe_lightning.planning.search.fit import TrainingJob
 from roundpipe_lightning.planning.search.partition import Effort
 from roundpipe_lightning.planning.search.remedies import Price
 from tests.kit.programs import run_program
-from tests.kit.runs import SMALL, environment, files, train_small
+from tests.kit.runs import SMALL, composed, environment, files, train_small
 
 GPU = ("hardware=rtx4090x4", "data.batch_size=8")
 TIGHT = (*GPU, "hardware.device_bytes=443250000", "model.architecture.num_hidden_layers=4")
@@ -37,9 +36,7 @@ MIB = 2**20
 
 
 def configure(folder: Path, *overrides: str) -> DictConfig:
-    everything = [f"paths.output_dir={folder}", *overrides]
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        return compose("plan", overrides=everything)
+    return composed("plan", f"paths.output_dir={folder}", *overrides)
 
 
 class Ask:
@@ -478,12 +475,12 @@ def test_bad_input_is_one_clear_message(ask: Ask, overrides: list[str], reason: 
 
 
 def test_training_keeps_hints(tmp_path: Path) -> None:
-    hints = ("partition.team_size=2", "partition.limits.backward=1", "partition.forward=[2,1]")
+    hints = ("partition.team_size=2", "partition.limits.backward=1", "partition.forward=[1]")
     train_small(tmp_path, *hints, "trainer.max_steps=1")
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.team_size == 2
-    assert plan.partition.forward == (2, 1)
-    assert plan.partition.backward == (1, 1, 1, 1)
+    assert plan.partition.forward == (1,)
+    assert plan.partition.backward == (1, 1)
 
 
 @pytest.mark.parametrize("mode", ["step", "blocks"])

@@ -158,7 +158,8 @@ def test_debugging_presets_run(tmp_path: Path, debug: str) -> None:
     if debug in ("overfit", "profiler"):
         train_small(tmp_path, f"debug={debug}", "trainer.max_steps=3")
     else:
-        train(compose_small(tmp_path, f"debug={debug}"))
+        config = compose_small(tmp_path, f"debug={debug}", "optimized_metric=null")
+        assert train(config) is None
     assert ("checkpoints/last.ckpt" in files(tmp_path)) == (debug != "fast_dev_run")
 
 
@@ -169,16 +170,11 @@ def test_callbacks_can_be_chosen(tmp_path: Path, callbacks: str) -> None:
     assert "checkpoints/last.ckpt" in files(tmp_path)
 
 
-def test_needs_no_logger(tmp_path: Path) -> None:
-    train_small(tmp_path, "logger=none")
-    assert "metrics.csv" not in files(tmp_path)
-
-
-def test_returns_the_metric_for_a_sweeper(tmp_path: Path) -> None:
-    value = train(compose_small(tmp_path, "optimized_metric=train_loss"))
+def test_returns_the_metric_for_a_sweeper_and_needs_no_logger(tmp_path: Path) -> None:
+    value = train(compose_small(tmp_path, "optimized_metric=train_loss", "logger=none"))
     assert value is not None
     assert 4 < value < 6
-    assert train(compose_small(tmp_path, "optimized_metric=null")) is None
+    assert "metrics.csv" not in files(tmp_path)
 
 
 REFUSED = {
@@ -420,7 +416,7 @@ def test_a_plan_honours_what_training_honours(
 def test_a_training_without_room_is_refused_before_it_takes_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roundpipe_lightning.cli.plan.answer.free_host_bytes", lambda: 500_000)
+    monkeypatch.setattr("roundpipe_lightning.cli.plan.answer.free_host_bytes", lambda: 300_000)
     monkeypatch.setattr(ModelSource, "_load_pretrained", None)
     done = run_here(tmp_path, "optimizer.lr=1e-5", status=3)
     assert "of host memory are missing" in done.stderr
@@ -478,7 +474,8 @@ def test_what_fits_is_offered_by_a_machine_that_has_just_enough(
 
 
 def test_a_pair_of_changes_or_more_hosts_leave_all_parameters_trained(tmp_path: Path) -> None:
-    few = ("hardware=rtx4090x2", "hardware.host_memory=0.4MB", "partition.num_microbatches=2")
+    four = "model.architecture.num_hidden_layers=4"
+    few = ("hardware=rtx4090x2", "hardware.host_memory=0.4MB", "partition.num_microbatches=2", four)
     found = cheapest_changes(Job(compose_small(tmp_path, *few)), is_measured=False)
     first = found[0][0].change
     assert first.overrides == ("optimizer=adamw_8bit", "trainer.precision=bf16-true")

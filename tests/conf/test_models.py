@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from roundpipe_lightning.modules import ModelSource
+from tests.kit.runs import composed
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 
@@ -41,9 +41,7 @@ PUBLISHED = {
 
 
 def load(name: str) -> ModelSource:
-    with initialize_config_dir(str(CONF.parent), version_base="1.3"):
-        config = compose("train", overrides=[f"model={name}"])
-    source = instantiate(config.model)
+    source = instantiate(composed("train", f"model={name}").model)
     assert isinstance(source, ModelSource)
     return source
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_commands import name_machines
@@ -13,7 +12,7 @@ from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.planning.model.hardware import config_folder
 from roundpipe_lightning.planning.search.partition import Effort
-from tests.kit.runs import summary
+from tests.kit.runs import composed, summary
 
 FOLDER = config_folder() / "recipe"
 FILES = sorted(path for path in FOLDER.glob("*/*.yaml") if path.parent.name != "base")
@@ -50,17 +49,16 @@ EXPERTS = {
 }
 
 
-def composed(folder: Path, recipe: str, *overrides: str, name: str = "train") -> DictConfig:
+def compose_recipe(folder: Path, recipe: str, *overrides: str, name: str = "train") -> DictConfig:
     name_machines(config_folder())
     kind = "preferences" if recipe.endswith(("dpo", "kto")) else "chat"
     given = [f"recipe={recipe}", f"data.files=[{EXAMPLES / kind}.jsonl]", *overrides]
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        return compose(name, overrides=[f"paths.output_dir={folder}", *given])
+    return composed(name, f"paths.output_dir={folder}", *given)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_is_complete(recipe: str, tmp_path: Path) -> None:
-    config = composed(tmp_path, recipe, "hardware=rtx4090x4")
+    config = compose_recipe(tmp_path, recipe, "hardware=rtx4090x4")
     settings: Any = OmegaConf.to_container(config.copy(), resolve=False)
     model, method = recipe.split("/")
     assert "???" not in str(settings)
@@ -80,7 +78,7 @@ def planned(folder: Path, recipe: str, *machines: str, changes: tuple[str, ...] 
     models: Any = {}
     for machine in machines:
         overrides = (f"hardware={machine}", "partition.num_microbatches=8", *changes)
-        job = Job(composed(folder, recipe, *overrides, name="plan"), models=models)
+        job = Job(compose_recipe(folder, recipe, *overrides, name="plan"), models=models)
         answer = job.answer()
         assert answer.job.num_microbatches == 8
         assert answer.fits == (recipe not in TOO_SMALL.get(machine, ())), machine
@@ -140,5 +138,5 @@ def test_recipes_are_planned_on_three_machines(recipe: str, tmp_path: Path) -> N
 )
 def test_a_tiny_model_of_the_architecture_trains(recipe: str, tmp_path: Path) -> None:
     own = [f"model.architecture.{one}" for one in EXPERTS.get(recipe.split("/")[0], ())]
-    train(composed(tmp_path, recipe, *TINY, *own))
+    train(compose_recipe(tmp_path, recipe, *TINY, *own))
     assert summary(tmp_path)["num_steps"] == 2

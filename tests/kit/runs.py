@@ -1,3 +1,5 @@
+import copy
+import functools
 import json
 import os
 import subprocess
@@ -7,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 import roundpipe_commands
@@ -17,7 +22,7 @@ from tests.kit.programs import run_program
 REPOSITORY = Path(__file__).parents[2]
 
 SMALL = (
-    "model.architecture.num_hidden_layers=4",
+    "model.architecture.num_hidden_layers=2",
     "model.architecture.hidden_size=16",
     "model.architecture.intermediate_size=32",
     "data.seq_len=16",
@@ -65,10 +70,31 @@ RUN_FILES = {
 }
 
 
-def compose_small(folder: Path, *overrides: str) -> DictConfig:
-    everything = [*SMALL, f"paths.output_dir={folder}", *overrides]
+def composed(name: str, *overrides: str) -> DictConfig:
+    """Compose a command's configuration; what its choices of files give is composed once."""
+    parsed = [_parsed(override) for override in overrides]
+    files = [(config_folder() / one.key_or_group).is_dir() for one in parsed]
+    chosen = tuple(text for text, is_file in zip(overrides, files, strict=True) if is_file)
+    config = copy.deepcopy(_composed(name, chosen))
+    values = [one for one, is_file in zip(parsed, files, strict=True) if not is_file]
+    ConfigLoaderImpl._apply_overrides_to_config(values, config)
+    return config
+
+
+@functools.cache
+def _composed(name: str, chosen: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        return compose("train", overrides=everything)
+        return compose(name, overrides=list(chosen))
+
+
+@functools.cache
+def _parsed(override: str) -> Override:
+    [parsed] = OverridesParser.create().parse_overrides([override])
+    return parsed
+
+
+def compose_small(folder: Path, *overrides: str) -> DictConfig:
+    return composed("train", *SMALL, f"paths.output_dir={folder}", *overrides)
 
 
 def train_small(folder: Path, *overrides: str) -> dict[str, Any]:

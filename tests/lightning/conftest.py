@@ -6,18 +6,8 @@ import pytest
 
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
-from roundpipe_lightning.planning.search.fit import fit_training
 from roundpipe_lightning.strategy import runtime
-from roundpipe_lightning.strategy.planning import planner as planning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-
-_fit_training = functools.cache(fit_training)
-
-
-@pytest.fixture(autouse=True)
-def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look up the plan of a job that came before: the search depends on the job alone."""
-    monkeypatch.setattr(planning, "fit_training", _fit_training)
 
 
 @pytest.fixture
