@@ -198,13 +198,37 @@ REFUSED = {
 }
 """Overrides, the error, and what its message names."""
 
+MISTAKES = {
+    "hardware=rtx4090x8": "has no accelerators. Train with hardware=auto",
+    "hardware.host_memory=lots": "such as hardware.host_memory=600GiB",
+    "hardware=rtx4090x2 trainer.accelerator=cpu": "drop one of the two",
+    "hardware=mixed": "devices names none: give the number of each",
+    "hardware=rtx4090 hardware.reserved_bytes=30000000000": "leaves nothing of device_bytes",
+    "hardware_file=rtx409x8": "The nearest are rtx4090",
+    "module=preference": "module=preference and data=preference go together",
+    "optimizer.lr=abc": "optimizer.lr=abc: could not convert string to float",
+    "seed=-1": "seed=-1 must be 0 or more",
+    "callbacks.last_checkpoint.every_n_steps=0": "every_n_steps=0 must be 1 or more",
+    "trainer.devices=0": "trainer.devices=0 must be 1 or more",
+    "trainer.max_steps=abc": "trainer.max_steps='abc': give a whole number",
+    "trainer.gradient_clip_val=abc": "trainer: `gradient_clip_val` should be an int or a flo",
+    "scheduler.min_lr_rate=abc": "scheduler.min_lr_rate=abc must be between 0.0 and 1.0",
+}
+"""Overrides, and what a `ConfigurationError` names."""
 
-@pytest.mark.parametrize(("overrides", "error", "named"), REFUSED.values(), ids=list(REFUSED))
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "named"),
+    [*REFUSED.values(), *((x.split(), ConfigurationError, MISTAKES[x]) for x in MISTAKES)],
+    ids=[*REFUSED, *MISTAKES],
+)
 def test_refuses_before_anything_is_written(
     tmp_path: Path, overrides: list[str], error: type[Exception], named: str
 ) -> None:
-    with pytest.raises(error, match=named):
+    with pytest.raises(error) as raised:
         train(compose_small(tmp_path, *overrides))
+    assert named in str(raised.value)
+    assert "\n" not in str(raised.value)
     assert files(tmp_path) == set()
 
 
@@ -502,32 +526,18 @@ def test_another_hub_name_alone_means_its_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ("hardware=rtx4090x8", "has no accelerators. Train with hardware=auto"),
-        ("hardware.host_memory=lots", "such as hardware.host_memory=600GiB"),
-        ("hardware=rtx4090x2 trainer.accelerator=cpu", "drop one of the two"),
-        ("hardware=mixed", "devices names none: give the number of each"),
-        ("hardware=rtx4090 hardware.reserved_bytes=30000000000", "leaves nothing of device_bytes"),
-        ("hardware_file=rtx409x8", "The nearest are rtx4090"),
         ("hardware_file=mine.yaml", "mine.yaml: devices_per_root"),
         ("model.hub_name=empty", "holds no weights"),
         ("partition=saved partition.plan=plan.json", "The plan is for 2 workers"),
         ("partition=saved", "plan='plan.json' does not exist. Runs and roundpipe-plan"),
-        ("module=preference", "module=preference and data=preference go together"),
-        ("optimizer.lr=abc", "optimizer.lr=abc: could not convert string to float"),
         ("seed=abc", "seed='abc': give a whole number"),
-        ("seed=-1", "seed=-1 must be 0 or more"),
         ("hardware_file=broken.yaml", "broken.yaml is not YAML: while parsing"),
-        ("callbacks.last_checkpoint.every_n_steps=0", "every_n_steps=0 must be 1 or more"),
         ("callbacks.last_checkpoint.dirpath=foo://bar", "foo://bar/last.ckpt cannot be reached"),
         (
             "experiment=dpo data.text.train_bytes=9",
             "There is no setting data.text.train_bytes. --cfg",
         ),
-        ("trainer.devices=0", "trainer.devices=0 must be 1 or more"),
         ("hardware.cpu_workers=0", "hardware.cpu_workers=0 must be 1 or more"),
-        ("trainer.max_steps=abc", "trainer.max_steps='abc': give a whole number"),
-        ("trainer.gradient_clip_val=abc", "trainer: `gradient_clip_val` should be an int or a flo"),
-        ("scheduler.min_lr_rate=abc", "scheduler.min_lr_rate=abc must be between 0.0 and 1.0"),
         ("trainer.val_check_interval=99999 trainer.check_val_every_n_epoch=1", "must be less than"),
         ("paths.log_dir=s3://bucket", "paths.log_dir=s3://bucket: a run's folder is on this"),
     ],
