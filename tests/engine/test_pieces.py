@@ -224,10 +224,24 @@ class KeepsScale(Block):
         return super().forward(self.calls * x / self.scale.clone())
 
 
+class AddsMean(Block):
+    """Adds the mean over rows times a weight that begins at zero."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(0)
+        return super().forward(x) + (self.gate * mean if self.gate.dim() < 2 else self.gate @ mean)
+
+
 @pytest.mark.parametrize(
     ("make_block", "reason"),
     [
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), "buffers"),
+        (AddsMean, "other rows"),
+        (partial(AddsMean, WIDTH, WIDTH), "other rows"),
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Centred()), "other rows"),
         (KeepsScale, "buffers"),
         (partial(KeepsScale, assigns=True), "buffers"),

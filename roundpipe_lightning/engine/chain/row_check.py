@@ -6,7 +6,9 @@ A block that calls the functions that an earlier one called, with the same numbe
 the same with other weights: it is run on both pieces' rows and on the first's.
 
 Values tell little about what has no rows: a mean over rows can be the same for other rows, such as
-the balance of a router that begins with zeros. So what is computed from rows is marked.
+the balance of a router that begins with zeros. So what is computed from rows is marked. A weight
+that begins with zeros (a gate, an adapter's second matrix) would hide what it multiplies: in these
+runs it has other numbers.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ _KEPT = (
 )
 _LET_GO_SECONDS = 1.0
 _PLAIN = (bool, int, float, str, type(None))
+_SUMS = frozenset({"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"})
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE = 5e-2  # of narrower types, relative to the largest value
 
@@ -312,6 +315,7 @@ class RowMarks(TorchFunctionMode):
         self._marked: dict[int, weakref.ref[Tensor]] = {}
         self.sees_gradients = False  # whether a hook sees gradients, or what is saved for them
         self._calls: list[str] | None = None
+        self._weights: dict[int, tuple[Tensor, Tensor]] = {}  # with what stands for each here
 
     @contextmanager
     def recorded(self) -> Iterator[list[str]]:
@@ -353,9 +357,10 @@ class RowMarks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = attribute_or_name(func)
+        args, kwargs = self._with_numbers(name, args, kwargs)
         result = func(*args, **kwargs)
         self.sees_gradients |= func is Tensor.register_hook or has_foreign_saved_tensor_hooks()
-        name = attribute_or_name(func)
         if self._calls is not None and name not in METADATA:
             self._calls.append(f"{name}{map_tensors(self._told, (args, kwargs))}")
         if name not in METADATA and any(map(self.has, tensors_in((args, kwargs)))):
@@ -363,6 +368,25 @@ class RowMarks(TorchFunctionMode):
             for tensor in tensors_in((result, written)):
                 self.mark(tensor)
         return result
+
+    def _with_numbers(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Return arguments with other numbers in a weight of zeros: the first, a bias is later."""
+        weights = (x for x in tensors_in((args, kwargs)) if isinstance(x, nn.Parameter))
+        weight = next(weights, None)
+        if weight is None or name in METADATA | _SUMS or writes_first(name):
+            return args, kwargs
+        if id(weight) not in self._weights:
+            twin: Tensor = weight
+            if weight.is_floating_point() and not weight.count_nonzero():
+                with torch.no_grad():
+                    twin = torch.ones_like(weight, dtype=torch.float32).view(-1).cumsum(0).cos()
+                    # a matrix keeps what it gets as large as it is; of a vector roots may be taken
+                    twin = twin / weight.shape[-1] ** 0.5 if weight.dim() > 1 else twin.abs()
+                    twin = twin.to(weight.dtype).view(weight.shape)
+                twin.requires_grad_(weight.requires_grad)
+            self._weights[id(weight)] = weight, twin
+        twin = self._weights[id(weight)][1]
+        return map_tensors(lambda x: twin if x is weight else x, (args, kwargs))
 
     def _told(self, tensor: Tensor) -> Any:
         is_number = tensor.numel() == 1 and not (self.has(tensor) or tensor.is_floating_point())
