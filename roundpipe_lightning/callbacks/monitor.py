@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from abc import abstractmethod
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, MutableSequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -130,9 +130,10 @@ class PipelineMonitor(Listening):
         self._forget()
 
     def _forget(self) -> None:
-        self._clock = FetchClock()
-        self._window = Window()
-        self._before = Window()  # what was in earlier windows
+        self._data_seconds = self._fetch_began = 0.0
+        self._epoch_began: float | None = None
+        self._window = Counter[str]()  # of `MeasuredBatch.sums`
+        self._before = Counter[str]()  # of earlier windows
         self._logged: list[str] = []  # Lightning's names of the figures that it holds
         self._have_reached_loggers = False
         self._batch_began = 0.0
@@ -152,10 +153,9 @@ class PipelineMonitor(Listening):
     @property
     def figures(self) -> dict[str, float]:
         """Rates and shares over the whole fit, by their names without `roundpipe/`."""
-        total = Window()
-        total.merge(self._before)
-        total.merge(self._window)
-        return total.figures()
+        total = Counter(self._before)
+        total.update(self._window)
+        return figures_of(total)
 
     # --- when things happen -----------------------------------------------------------------------
 
@@ -163,12 +163,25 @@ class PipelineMonitor(Listening):
         """Begin anew: an earlier fit says nothing."""
         self._forget()
         self._steps_seen = trainer.global_step
+        compat.listen_to_fetches(trainer, self._fetch_begins, self._fetch_ended)
+
+    def _unregister(self, trainer: Trainer) -> None:
+        super()._unregister(trainer)
+        compat.leave_fetches(trainer)
+
+    def _fetch_begins(self) -> None:
+        self._fetch_began = time.perf_counter()
+
+    def _fetch_ended(self) -> None:
+        self._data_seconds += time.perf_counter() - self._fetch_began
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        self._clock.epoch_started()
+        self._epoch_began = time.perf_counter()
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._clock.batch_started(trainer)
+        if self._epoch_began is not None:  # the first fetch counts with the iterator's making
+            self._data_seconds = time.perf_counter() - self._epoch_began
+            self._epoch_began = None
         if self._have_reached_loggers:
             self._withdraw(trainer)
         self._optimizer_began = None
@@ -201,12 +214,12 @@ class PipelineMonitor(Listening):
         if isinstance(strategy, RoundPipeStrategy) and strategy.is_in_flight:
             self._in_flight.append((measured, self._batch_began, before))
         elif measured is not None:
-            self._window.add(measured)
+            self._window.update(measured.sums())
         if trainer.global_step != self._steps_seen:
             self._steps_seen = trainer.global_step
             self._steps_left -= 1
             flags: Any = trainer
-            if self._is_due(now) and (flags.fast_dev_run or self._window.num_batches):
+            if self._is_due(now) and (flags.fast_dev_run or self._window):
                 began = time.thread_time()  # not the wall's: on a busy machine others run, too
                 self._log(trainer, pl_module)
                 spent = time.thread_time() - began
@@ -248,13 +261,13 @@ class PipelineMonitor(Listening):
             # The optimizer was not waited for: the batch was in flight.
             wall = measured.wall_seconds + self._batch_ended - returned
             found = replace(measured, wall_seconds=wall, record=record, before=before)
-            self._window.add(replace(found, optimizer_seconds=0.0))
+            self._window.update(replace(found, optimizer_seconds=0.0).sums())
 
     def _measure(self, batch: Any, now: float) -> MeasuredBatch | None:
         """Return the batch that has ended; None for the first one."""
         (record, before), self._arrived = self._arrived, _NOTHING
-        data, paused = self._clock.take_seconds(), self._paused_seconds
-        self._paused_seconds = 0.0
+        data, paused = self._data_seconds, self._paused_seconds
+        self._data_seconds = self._paused_seconds = 0.0
         if self._batch_ended is None:
             return None
         began = self._optimizer_began
@@ -270,9 +283,9 @@ class PipelineMonitor(Listening):
     # --- logging ----------------------------------------------------------------------------------
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        figures = self._window.figures()
-        self._before.merge(self._window)
-        self._window = Window()
+        figures = figures_of(self._window)
+        self._before.update(self._window)
+        self._window.clear()
         shown: dict[str, float] = {}
         if self._progress_bar:
             shown = {name: figures[key] for key, name in _IN_PROGRESS_BAR.items() if key in figures}
@@ -319,44 +332,6 @@ def peak_host_bytes() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-class FetchClock:
-    """Adds up the time in which the Trainer's thread fetches training batches.
-
-    The first fetch of an epoch happens before the clock can listen: that one counts from the
-    epoch's start to the batch's, with the making of the iterator.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._began: float | None = None
-        self._epoch_began: float | None = None
-        self._listens: object = None
-
-    def epoch_started(self) -> None:
-        self._epoch_began = time.perf_counter()
-
-    def batch_started(self, trainer: Trainer) -> None:
-        """Note that a batch is there, and listen to the next fetches."""
-        if self._epoch_began is not None:
-            self._seconds += time.perf_counter() - self._epoch_began
-            self._epoch_began = None
-        self._listens = compat.listen_to_fetches(
-            trainer, self._begin, self._end, known=self._listens
-        )
-
-    def take_seconds(self) -> float:
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def _begin(self) -> None:
-        self._began = time.perf_counter()
-
-    def _end(self) -> None:
-        if self._began is not None:
-            self._seconds += time.perf_counter() - self._began
-            self._began = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,93 +385,55 @@ class MeasuredBatch:
         idle[IdleCause.OTHER] += all_idle - sum(idle.values())
         return idle
 
-
-@dataclass(kw_only=True)
-class Window:
-    """Sums over batches. Seconds of workers are those of all workers together."""
-
-    wall_seconds: float = 0.0
-    data_seconds: float = 0.0
-    counts: Counter[str] = field(default_factory=Counter)
-    worker_seconds: float = 0.0
-    busy_seconds: float = 0.0
-    idle: dict[IdleCause, float] = field(default_factory=lambda: defaultdict(float))
-    step_worker_seconds: float = 0.0
-    pipeline_seconds: float = 0.0
-    uploaded_bytes: int = 0
-    downloaded_bytes: int = 0
-    known_seconds: float = 0.0
-    model_operations: float = 0.0
-    computed_operations: float = 0.0
-    peak_operations: float = 0.0
-    num_batches: int = 0
-
-    def add(self, batch: MeasuredBatch) -> None:
-        self.num_batches += 1
-        self.wall_seconds += batch.wall_seconds
-        self.data_seconds += batch.data_seconds
-        for name, count in vars(batch.counts).items():
-            if count is not None:
-                self.counts[name] += count
-        if batch.record is not None:
-            self._add_pipeline(batch, batch.record)
-
-    def _add_pipeline(self, batch: MeasuredBatch, record: StepRecord) -> None:
-        timeline = record.timeline
-        self.pipeline_seconds += batch.wall_seconds
-        self.worker_seconds += timeline.num_workers * batch.wall_seconds
-        self.busy_seconds += record.busy_seconds
-        overlap = record.overlap(batch.before)
-        for cause, seconds in batch.idle_seconds(overlap).items():
-            self.idle[cause] += seconds
-        step_seconds = timeline.makespan_seconds - (overlap.step_seconds if overlap else 0.0)
-        self.step_worker_seconds += timeline.num_workers * step_seconds
-        self.uploaded_bytes += record.counters.uploaded_bytes
-        self.downloaded_bytes += record.counters.downloaded_bytes
-        operations = batch.operations
+    def sums(self) -> dict[str, Any]:
+        """Return what is added up over batches; seconds of workers are those of all together."""
+        record, wall = self.record, self.wall_seconds
+        sums: dict[str, Any] = {"batches": 1, "wall": wall, "data": self.data_seconds}
+        sums |= {name: count for name, count in vars(self.counts).items() if count is not None}
+        if record is None:
+            return sums
+        workers, overlap = record.timeline.num_workers, record.overlap(self.before)
+        step = record.timeline.makespan_seconds - (overlap.step_seconds if overlap else 0.0)
+        sums |= {
+            "pipeline": wall,
+            "workers": workers * wall,
+            "idle": workers * wall - record.busy_seconds,
+            "step_workers": workers * step,
+            "step_idle": workers * step - record.busy_seconds,
+            "uploaded": record.counters.uploaded_bytes,
+            "downloaded": record.counters.downloaded_bytes,
+        }
+        idle = self.idle_seconds(overlap)
+        sums |= {f"idle_{cause.value}": seconds for cause, seconds in idle.items()}
+        operations = self.operations
         if operations is not None:
-            self.known_seconds += batch.wall_seconds
-            self.model_operations += operations.model
-            self.computed_operations += operations.all
+            sums |= {"known": wall, "model": operations.model, "computed": operations.all}
             if record.peak_operations_per_second is not None:
-                self.peak_operations += batch.wall_seconds * record.peak_operations_per_second
+                sums["peak"] = wall * record.peak_operations_per_second
+        return sums
 
-    def merge(self, later: Window) -> None:
-        for name, value in vars(later).items():
-            if not isinstance(value, dict):
-                setattr(self, name, getattr(self, name) + value)
-        self.counts.update(later.counts)
-        for cause, seconds in later.idle.items():
-            self.idle[cause] += seconds
 
-    def figures(self) -> dict[str, float]:
-        """The rates and shares, by name; those that are not known are missing."""
-        if self.wall_seconds <= 0:
-            return {}
-        wall = self.wall_seconds
-        found = {f"{name}_per_second": count / wall for name, count in self.counts.items()}
-        found["batch_seconds"] = wall / self.num_batches
-        if self.worker_seconds > 0:
-            found.update(self._pipeline_figures())
-        else:
-            found["data_share"] = self.data_seconds / wall
-        if self.known_seconds > 0:
-            found["tflop_per_second"] = self.model_operations / self.known_seconds / 1e12
-            found["computed_tflop_per_second"] = (
-                self.computed_operations / self.known_seconds / 1e12
-            )
-        if self.peak_operations > 0:
-            found["share_of_peak"] = self.model_operations / self.peak_operations
-            found["computed_share_of_peak"] = self.computed_operations / self.peak_operations
-        return found
+_RATIOS: Mapping[str, tuple[str, str, float]] = {
+    **{f"{name}_per_second": (name, "wall", 1) for name in ("samples", "tokens", "targets")},
+    "batch_seconds": ("wall", "batches", 1),
+    "data_share": ("data", "wall", 1),
+    "idle_share": ("idle", "workers", 1),
+    **{f"idle_{cause.value}_share": (f"idle_{cause.value}", "workers", 1) for cause in IdleCause},
+    "step_idle_share": ("step_idle", "step_workers", 1),
+    "upload_gb_per_second": ("uploaded", "pipeline", 1e9),
+    "download_gb_per_second": ("downloaded", "pipeline", 1e9),
+    "tflop_per_second": ("model", "known", 1e12),
+    "computed_tflop_per_second": ("computed", "known", 1e12),
+    "share_of_peak": ("model", "peak", 1),
+    "computed_share_of_peak": ("computed", "peak", 1),
+}
+"""Figures: which sum is divided by which other one, and by a number."""
 
-    def _pipeline_figures(self) -> dict[str, float]:
-        idle = 1.0 - self.busy_seconds / self.worker_seconds
-        found = {"idle_share": idle}
-        for cause in IdleCause:
-            found[f"idle_{cause.value}_share"] = self.idle[cause] / self.worker_seconds
-        if self.step_worker_seconds > 0:
-            found["step_idle_share"] = 1.0 - self.busy_seconds / self.step_worker_seconds
-        found["upload_gb_per_second"] = self.uploaded_bytes / self.pipeline_seconds / 1e9
-        found["download_gb_per_second"] = self.downloaded_bytes / self.pipeline_seconds / 1e9
-        return found
+
+def figures_of(sums: Counter[str]) -> dict[str, float]:
+    """Return the figures of batches whose sums were added up; unknown ones are missing."""
+    return {
+        name: sums[amount] / sums[whole] / scale
+        for name, (amount, whole, scale) in _RATIOS.items()
+        if amount in sums and sums[whole] > 0 and (name != "data_share" or not sums["workers"])
+    }

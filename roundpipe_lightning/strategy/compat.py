@@ -1,7 +1,7 @@
-"""Every private name of Lightning that this package depends on, one small function each.
+"""Every private name of Lightning that this package depends on, each in one place.
 
 No other file uses one of these names (`tests/lightning/test_compat.py` holds both ends: each
-function against the installed Lightning, and the other files against this list). So an upgrade of
+name against the installed Lightning, and the other files against this list). So an upgrade of
 Lightning that renames something fails in that test and is mended here. Checked with Lightning 2.6.
 """
 
@@ -10,20 +10,18 @@ Lightning that renames something fails in that test and is mended here. Checked 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loops.evaluation_loop import RestartStage as _ValidationStage
-from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.training_epoch_loop import RestartStage as _RestartStage
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
-    _ResultCollection,
     _ResultMetric,
     _Sync,
 )
@@ -37,11 +35,22 @@ ResultSync = _Sync
 WrappingCheckpointIO = _WrappingCheckpointIO
 set_sampler_epoch = _set_sampler_epoch
 
+# What a Trainer has, for each `get(trainer)`.
+skips_backward = attrgetter("fit_loop._skip_backward")
+can_stop_early = attrgetter("fit_loop._can_stop_early")
+detects_anomalies = attrgetter("_detect_anomaly")
+current_hook = attrgetter("lightning_module._current_fx_name")
+parallel_devices = attrgetter("_accelerator_connector._parallel_devices")
+combined_loader = attrgetter("fit_loop._combined_loader")
+unloaded_states = attrgetter("fit_loop._combined_loader_states_to_load")
+data_fetcher = attrgetter("fit_loop._data_fetcher")
+step_results = attrgetter("_results")
+epoch_results = attrgetter("fit_loop.epoch_loop._results")
+validation_results = attrgetter("fit_loop.epoch_loop.val_loop._results")
+should_update_logs = attrgetter("_logger_connector.should_update_logs")
+timer_seconds = attrgetter("_duration")  # of a Timer
+
 # The batch that runs -----------------------------------------------------------------------------
-
-
-def skips_backward(trainer: Trainer) -> bool:
-    return bool(trainer.fit_loop._skip_backward)
 
 
 def begins_window(trainer: Trainer) -> bool:
@@ -51,10 +60,6 @@ def begins_window(trainer: Trainer) -> bool:
 
 def is_accumulating(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
-
-
-def detects_anomalies(trainer: Trainer) -> bool:
-    return bool(trainer._detect_anomaly)
 
 
 def check_output(output: Any) -> None:
@@ -68,10 +73,6 @@ def syncs_batchnorm(strategy: Strategy) -> bool:
     return getattr(strategy, "_layer_sync", None) is not None
 
 
-def parallel_devices(trainer: Trainer) -> object:
-    return trainer._accelerator_connector._parallel_devices
-
-
 def divides_no_data(trainer: Trainer) -> bool:
     """Return whether `use_distributed_sampler=False` was given; from now on it is as if it was.
 
@@ -82,10 +83,6 @@ def divides_no_data(trainer: Trainer) -> bool:
         connector.use_distributed_sampler = False
         connector.__dict__["_roundpipe_divides"] = True
     return "_roundpipe_divides" not in vars(connector)
-
-
-def current_hook(trainer: Trainer) -> str | None:
-    return trainer.lightning_module._current_fx_name
 
 
 def stop_after_batch(trainer: Trainer) -> None:
@@ -103,16 +100,8 @@ def defer_sigterm(trainer: Trainer, ask: Callable[[], None]) -> None:
 # Loaders -----------------------------------------------------------------------------------------
 
 
-def combined_loader(trainer: Trainer) -> CombinedLoader | None:
-    return trainer.fit_loop._combined_loader
-
-
 def set_loaders(combined: CombinedLoader, loaders: Sequence[Any]) -> None:
     combined._iterables = tree_unflatten(list(loaders), combined._spec)
-
-
-def unloaded_states(trainer: Trainer) -> list[Any]:
-    return trainer.fit_loop._combined_loader_states_to_load
 
 
 def load_loader_states(combined: CombinedLoader, states: list[Any]) -> None:
@@ -128,56 +117,32 @@ def set_consumed_loaders(combined: CombinedLoader, consumed: Sequence[bool]) -> 
     iterator._consumed = list(consumed)
 
 
-# Fetching ----------------------------------------------------------------------------------------
-
-
-def data_fetcher(trainer: Trainer) -> Any:
-    return trainer.fit_loop._data_fetcher
-
-
 def listen_to_fetches(
-    trainer: Trainer, began: Callable[[], None], ended: Callable[[], None], *, known: object
-) -> object:
-    """Call functions around every fetch of a training batch.
+    trainer: Trainer, began: Callable[[], None], ended: Callable[[], None]
+) -> None:
+    """Call functions around every fetch of a training batch, where Lightning tells its profiler."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    own_began, own_ended = loop._on_before_fetch, loop._on_after_fetch
 
-    Lightning reports fetches to its profiler, through two functions that the fetcher gets anew in
-    each epoch.
+    def fetch_begins() -> None:
+        began()
+        own_began()
 
-    Args:
-        trainer: A trainer that has fetched a batch of this epoch.
-        known: What the last call returned: nothing changes where that still listens.
-    """
-    fetcher = trainer.fit_loop._data_fetcher
-    if not isinstance(fetcher, _DataFetcher) or fetcher._start_profiler is known:
-        return known
-    fetcher._start_profiler = _both(began, fetcher._start_profiler)
-    fetcher._stop_profiler = _both(ended, fetcher._stop_profiler)
-    return fetcher._start_profiler
+    def fetch_ended() -> None:
+        own_ended()
+        ended()
+
+    loop._on_before_fetch, loop._on_after_fetch = fetch_begins, fetch_ended
 
 
-def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def call() -> None:
-        first()
-        second()
-
-    return call
+def leave_fetches(trainer: Trainer) -> None:
+    for name in ("_on_before_fetch", "_on_after_fetch"):
+        trainer.fit_loop.epoch_loop.__dict__.pop(name, None)
 
 
 # What was logged ---------------------------------------------------------------------------------
 
 _LATEST = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-
-
-def step_results(trainer: Trainer) -> _ResultCollection | None:
-    return trainer._results
-
-
-def epoch_results(trainer: Trainer) -> _ResultCollection:
-    return trainer.fit_loop.epoch_loop._results
-
-
-def validation_results(trainer: Trainer) -> _ResultCollection:
-    return trainer.fit_loop.epoch_loop.val_loop._results
 
 
 def latest_metrics(trainer: Trainer) -> dict[str, dict[str, Any]]:
@@ -197,10 +162,6 @@ def merge_logged(trainer: Trainer) -> None:
 
 def set_first_loop_iter(trainer: Trainer, value: bool | None) -> None:  # noqa: FBT001 - three states
     trainer._logger_connector._first_loop_iter = value
-
-
-def should_update_logs(trainer: Trainer) -> bool:
-    return bool(trainer._logger_connector.should_update_logs)
 
 
 # Where the loops stand ---------------------------------------------------------------------------
@@ -273,11 +234,3 @@ def iterate_when_epoch_begins(trainer: Trainer) -> bool:
     """
     trainer.fit_loop._resuming_from_checkpoint = False
     return trainer.current_epoch > 0 and not trainer.fit_loop.epoch_loop.restarting
-
-
-def can_stop_early(trainer: Trainer) -> bool:
-    return bool(trainer.fit_loop._can_stop_early)
-
-
-def timer_seconds(timer: Timer) -> float | None:
-    return timer._duration
