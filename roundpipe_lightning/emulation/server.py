@@ -39,13 +39,11 @@ from roundpipe_lightning.emulation.tagged_tensor import (
 from roundpipe_lightning.emulation.timing import (
     ComputeQueue,
     Copy,
-    CopyEvent,
     EmulatedEvent,
     EmulatedTiming,
     HostClock,
     HostMemory,
     LinkQueue,
-    MarkEvent,
     ServerClock,
 )
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
@@ -326,12 +324,7 @@ class ServedDevice(EmulatedDevice):
         target, source = _values_of(dst), _values_of(src)
         events = [event.issued() for event in after]
         name = f"{queue.value} on {self.name}"
-        event = CopyEvent(
-            name,
-            host=self.server.host,
-            checker=self.server.checker,
-            stamp=self._checked(queue, dst, src, events),
-        )
+        event = self._event(name, self._checked(queue, dst, src, events))
 
         def begin() -> None:
             if self.server.poison:
@@ -389,13 +382,14 @@ class ServedDevice(EmulatedDevice):
     def mark_event(self, name: str) -> Event:
         """Return the end of what was launched so far."""
         checker = self.server.checker
-        return MarkEvent(
-            name,
-            compute=self.compute,
-            clock=self.server.clock,
-            host=self.server.host,
-            checker=checker,
-            stamp={} if checker is None else checker.stamp(self.line),
+        event = self._event(name, {} if checker is None else checker.stamp(self.line))
+        event.finish(self.compute.mark())
+        return event
+
+    def _event(self, name: str, stamp: Stamp) -> EmulatedEvent:
+        server = self.server
+        return EmulatedEvent(
+            name, host=server.host, clock=server.clock, checker=server.checker, stamp=stamp
         )
 
     def pin(self, buffer: Tensor) -> None:

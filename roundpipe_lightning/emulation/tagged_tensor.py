@@ -42,7 +42,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -187,24 +187,12 @@ def move(tensor: torch.Tensor, device_name: str | None) -> torch.Tensor:
     return _Move.apply(tensor, device_name)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Hardware(Protocol):
-    """What a thread's moves and backward passes do on hardware beside giving values."""
-
-    def move(
-        self, tensor: torch.Tensor, target: str | None, make: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
-        """Return a tensor's copy on another device, or (None) the host, which a call makes."""
-
-    def run_backward(self, run: Callable[[], Any]) -> Any:
-        """Run a backward pass that begins with tensors of a device; return what it returns."""
-
-
 _thread = threading.local()
 
 
 @contextmanager
-def on_hardware(hardware: Hardware) -> Iterator[None]:
-    """Let the calling thread's moves and backward passes be those of some hardware."""
+def on_hardware(hardware: Any) -> Iterator[None]:
+    """Let the calling thread's moves and backward passes be those of an `EmulatedServer`."""
     before = getattr(_thread, "hardware", None)
     _thread.hardware = hardware
     try:
@@ -239,7 +227,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, device_name: str | None) -> torch.Tensor:
         ctx.source = tag_of(tensor)
-        hardware: Hardware | None = getattr(_thread, "hardware", None)
+        hardware = getattr(_thread, "hardware", None)
         make = functools.partial(_placed, tensor, device_name)
         return make() if hardware is None else hardware.move(tensor, device_name, make)
 
@@ -389,7 +377,7 @@ def _check_gradient(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    hardware: Hardware | None = getattr(_thread, "hardware", None)
+    hardware = getattr(_thread, "hardware", None)
     if hardware is None:
         return func(*args, **kwargs)
 

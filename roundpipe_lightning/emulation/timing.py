@@ -19,12 +19,10 @@ import math
 import random
 import threading
 import time
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from roundpipe_lightning.emulation.race_checker import HOST, ProtocolChecker, Stamp
 from roundpipe_lightning.engine.device.events import Callback, Event, block_until
@@ -191,36 +189,70 @@ class ComputeQueue:
 
 
 class EmulatedEvent(Event):
-    """A moment of a device's queue.
+    """A moment of a device's queue, from when it is known on: a copy's when it has been made.
 
     Args:
         host: The time of the threads that wait for it.
+        clock: Calls back.
         checker: Learns what they know, or None.
         stamp: What will have ended.
     """
 
     def __init__(
-        self, name: str, *, host: HostClock, checker: ProtocolChecker | None, stamp: Stamp
+        self,
+        name: str,
+        *,
+        host: HostClock,
+        clock: ServerClock,
+        checker: ProtocolChecker | None,
+        stamp: Stamp,
     ) -> None:
         self.name = name
         self.stamp = stamp
         self._host = host
+        self._clock = clock
         self._checker = checker
+        self._mutex = threading.Lock()
+        self._seconds = math.inf  # until it is known
+        self._error: BaseException | None = None
+        self._callbacks: list[Callback] = []  # until then
+
+    def finish(self, seconds: float, error: BaseException | None = None) -> None:
+        """Say when it happens, and what made it fail."""
+        with self._mutex:
+            self._seconds, self._error = seconds, error
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     # ------------------------------------------------ as devices see it: the host learns nothing
 
     @property
-    @abstractmethod
     def has_happened(self) -> bool:
         """Whether the event has happened, on the server's clock."""
+        return time.perf_counter() >= self._seconds
 
-    @abstractmethod
     def await_seconds(self) -> float:
         """Wait until it has, and return when."""
+        if self._seconds == math.inf:
+            block_until(self.when_happened)
+        left = self._seconds - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        if self._error is not None:
+            raise self._error
+        return self._seconds
 
-    @abstractmethod
     def when_happened(self, callback: Callback) -> None:
         """Call back once it has, or at once."""
+        with self._mutex:
+            if self._seconds == math.inf:
+                self._callbacks.append(callback)
+                return
+        if self.has_happened:
+            callback()
+        else:
+            self._clock.call_at(self._seconds, callback)
 
     def hold(self) -> None:
         """Let the calling thread wait because its device does."""
@@ -254,71 +286,6 @@ class EmulatedEvent(Event):
             self._checker.wait(HOST, self.stamp)
 
 
-class MarkEvent(EmulatedEvent):
-    """The end of what a device had to compute, which is known when the mark is made."""
-
-    def __init__(
-        self, name: str, *, compute: ComputeQueue, clock: ServerClock, **given: Any
-    ) -> None:
-        super().__init__(name, **given)
-        self._clock = clock
-        self._seconds = compute.mark()
-
-    @property
-    def has_happened(self) -> bool:
-        return time.perf_counter() >= self._seconds
-
-    def await_seconds(self) -> float:
-        left = self._seconds - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-        return self._seconds
-
-    def when_happened(self, callback: Callback) -> None:
-        if self.has_happened:
-            callback()
-        else:
-            self._clock.call_at(self._seconds, callback)
-
-
-class CopyEvent(EmulatedEvent):
-    """The end of a copy."""
-
-    def __init__(self, name: str, **given: Any) -> None:
-        super().__init__(name, **given)
-        self._mutex = threading.Lock()
-        self._is_made = False
-        self._seconds = 0.0
-        self._error: BaseException | None = None
-        self._callbacks: list[Callback] = []
-
-    def finish(self, seconds: float, error: BaseException | None) -> None:
-        with self._mutex:
-            self._seconds, self._error = seconds, error
-            self._is_made = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-    @property
-    def has_happened(self) -> bool:
-        return self._is_made
-
-    def await_seconds(self) -> float:
-        if not self._is_made:
-            block_until(self.when_happened)
-        if self._error is not None:
-            raise self._error
-        return self._seconds
-
-    def when_happened(self, callback: Callback) -> None:
-        with self._mutex:
-            if not self._is_made:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-
 class HostMemory:
     """The memory that all links of a server share.
 
@@ -348,7 +315,7 @@ class Copy:
     after: Sequence[Event]  # what it waits for
     begin: Callable[[], None]
     copy: Callable[[], None]  # copies, when its time is up
-    event: CopyEvent
+    event: EmulatedEvent
 
 
 class LinkQueue:
