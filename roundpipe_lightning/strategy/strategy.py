@@ -387,7 +387,7 @@ class RoundPipeStrategy(OneProcessStrategy):
             torch.set_num_threads(1)
         if fits:
             self._runtime = self._fit_runtime = None  # an earlier run's batches say nothing
-            self._resume.begin()
+            self._resume = ResumePoint()
             checks.check_module(
                 module,
                 num_microbatches=self._wanted_microbatches,

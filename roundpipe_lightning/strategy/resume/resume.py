@@ -50,10 +50,7 @@ _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch 
 
 
 class ResumePoint:
-    """Collects and restores the state of a training beyond what Lightning saves.
-
-    One belongs to a strategy; every training begins with `begin`.
-    """
+    """Collects and restores the state of one training beyond what Lightning saves."""
 
     def __init__(self) -> None:
         self._loaded: Mapping[str, Any] | None = None
@@ -67,14 +64,11 @@ class ResumePoint:
         self._put_back: Callable[[], bool] | None = None
         self._latest: tuple[Trainer, Mapping[str, Any]] | None = None
 
-    def begin(self) -> None:
-        self._loaded, self._stateful, self._logged_before = None, [], None
-        self._has_gradients, self._latest = False, None
-
     def end(self) -> None:
         self._put_limits_back()
         if self._latest is not None:  # no batch was left; a sanity check forgets what is logged
-            set_latest(*self._latest)
+            trainer, logged = self._latest
+            compat.set_latest_metrics(trainer, _clone(logged["latest"]))
             self._latest = None
         if self._quiet is not None and self._quiet in warnings.filters:
             warnings.filters.remove(self._quiet)  # type: ignore[attr-defined]  # a list in CPython
@@ -115,11 +109,20 @@ class ResumePoint:
         loaders = [] if combined is None else combined.flattened
         positions = [position_of(loader) for loader in loaders]
         is_over = is_epoch_over(trainer) and not inside_batch
-        state = random_state()
-        state.update(self._host_before(positions, place, is_check=trainer.sanity_checking) or {})
+        before: State | None = None  # the host's generators, where the part that runs is repeated
+        if trainer.sanity_checking or place is LoopPosition.VALIDATION:
+            before = self._before_validation
+        elif inside_batch:
+            found = (position.before_fetch(1) for position in positions if position is not None)
+            before = next(filter(None, found), None)
+        logged = self._logged_before
+        if not inside_batch or logged is None:
+            if trainer.training and compat.epoch_results(trainer):
+                compat.merge_logged(trainer)
+            logged = LogSnapshot(trainer, metrics_of(trainer.lightning_module))
         return {
             "place": place.value,
-            "random_state": state,
+            "random_state": {**random_state(), **(before or {})},
             "data": [
                 None if position is None else position.state(num_ahead=num_undone, is_over=is_over)
                 for position in positions
@@ -129,24 +132,9 @@ class ResumePoint:
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradients": self._gradients(trainer, place),
             "is_exact": not (inside_batch and self._has_gradients),
-            "logged": (
-                self._logged_before.state()
-                if inside_batch and self._logged_before is not None
-                else log_state(trainer, metrics_of(trainer.lightning_module))
-            ),
+            "logged": logged.state(),
             "stop": stop_state(trainer),
         }
-
-    def _host_before(
-        self, positions: list[Any], place: LoopPosition, *, is_check: bool
-    ) -> State | None:
-        """Return the host's generators before the part that is repeated; None if none is."""
-        if is_check or place is LoopPosition.VALIDATION:
-            return self._before_validation
-        if place is not LoopPosition.INSIDE_BATCH:
-            return None
-        found = (position.before_fetch(1) for position in positions if position is not None)
-        return next((randomness for randomness in found if randomness is not None), None)
 
     def _gradients(self, trainer: Trainer, place: LoopPosition) -> dict[str, Tensor]:
         module = trainer.lightning_module
@@ -188,7 +176,10 @@ class ResumePoint:
             place = LoopPosition(state["place"])
             is_over = place is LoopPosition.EPOCH_END
             with reading("entry 'roundpipe'"):
-                _set_gradients(trainer, state["gradients"])
+                named = dict(trainer.lightning_module.named_parameters())
+                for name in state["gradients"].keys() & named.keys():
+                    dtype = gradient_dtype(named[name])
+                    named[name].grad = state["gradients"][name].to(named[name].device, dtype)
                 self._place_data(trainer, state)
                 if place in (
                     LoopPosition.BATCH_END,
@@ -243,14 +234,6 @@ class ResumePoint:
         self._quiet = next((entry for entry in warnings.filters if entry not in before), None)
 
 
-def _set_gradients(trainer: Trainer, gradients: Mapping[str, Tensor]) -> None:
-    named = dict(trainer.lightning_module.named_parameters())
-    for name, gradient in gradients.items():
-        if name in named:
-            parameter = named[name]
-            parameter.grad = gradient.to(parameter.device, gradient_dtype(parameter))
-
-
 # What was logged so far in an epoch: means that are not finished yet, and the latest values.
 # Lightning keeps it out of checkpoints, so that an epoch's mean over a resumed run is a mean over
 # its rest, and what watches a metric (a scheduler, early stopping) finds none.
@@ -269,12 +252,6 @@ _PLAIN = (
 )
 
 
-def log_state(trainer: Trainer, metrics: Mapping[str, Metric]) -> dict[str, Any]:
-    if trainer.training and compat.epoch_results(trainer):
-        compat.merge_logged(trainer)
-    return LogSnapshot(trainer, metrics).state()
-
-
 class LogSnapshot:
     """Snapshot of what training has logged so far, cheap enough for every batch.
 
@@ -287,21 +264,27 @@ class LogSnapshot:
         held = [*results.values(), *compat.validation_results(trainer).values()]
         latest = compat.latest_metrics(trainer)
         self._latest = latest if all(result.is_tensor for result in held) else _clone(latest)
-        self._results = [(key, result, _changing(result)) for key, result in results.items()]
+        self._results = {
+            key: {
+                **vars(result),
+                "_forward_cache": cache if result.is_tensor else _clone(cache),
+            }
+            for key, result in results.items()
+            for cache in [result._forward_cache]  # noqa: SLF001
+        }
         self._metrics = _metric_states(trainer, metrics)
 
     def state(self) -> dict[str, Any]:
-        results = {key: _result_state(result, then) for key, result, then in self._results}
+        results = {key: _result_state(then) for key, then in self._results.items()}
         return {"latest": _clone(self._latest), "results": results, "metrics": self._metrics}
 
 
-def set_latest(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    compat.set_latest_metrics(trainer, _clone(state["latest"]))
-
-
 def set_log_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    set_latest(trainer, state)
-    compat.set_first_loop_iter(trainer, _first_loop_iter(trainer))
+    compat.set_latest_metrics(trainer, _clone(state["latest"]))
+    # Lightning's own value after so many batches of an epoch; on None and True it resets.
+    num_batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    goes_on = num_batches and trainer.fit_loop.restarting
+    compat.set_first_loop_iter(trainer, num_batches == 1 if goes_on else None)
     metrics = metrics_of(trainer.lightning_module)
     results = compat.epoch_results(trainer)
     for key, saved in state["results"].items():
@@ -311,36 +294,19 @@ def set_log_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
     _set_metric_states(metrics, state["metrics"])
 
 
-def _first_loop_iter(trainer: Trainer) -> bool | None:
-    """Return Lightning's value after so many batches of an epoch; on None and True it resets."""
-    num_batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-    return num_batches == 1 if num_batches and trainer.fit_loop.restarting else None
-
-
-def _changing(result: ResultMetric) -> dict[str, Any]:
-    cache = result._forward_cache  # noqa: SLF001
-    names = result._defaults if result.is_tensor else ()  # noqa: SLF001
-    return {
-        "has_reset": result.has_reset,
-        "update_count": result._update_count,  # noqa: SLF001
-        "forward_cache": cache if result.is_tensor else _clone(cache),
-        "values": {name: getattr(result, name) for name in names},
-    }
-
-
-def _result_state(result: ResultMetric, changing: Mapping[str, Any]) -> dict[str, Any]:
-    meta = result.meta
-    module = (
-        "torch" if getattr(torch, meta.reduce_fx.__name__, None) is meta.reduce_fx else "python"
-    )
-    cache = changing["forward_cache"]
+def _result_state(then: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `_result` takes, of the attributes of a result."""
+    meta, cache = then["meta"], then["_forward_cache"]
+    is_torchs = getattr(torch, meta.reduce_fx.__name__, None) is meta.reduce_fx
     return {
         "meta": {name: getattr(meta, name) for name in _PLAIN},
-        "reduce_fx": [module, meta.reduce_fx.__name__],
+        "reduce_fx": ["torch" if is_torchs else "python", meta.reduce_fx.__name__],
         "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
-        "is_tensor": result.is_tensor,
-        **_clone(changing),
+        "is_tensor": then["is_tensor"],
+        "has_reset": then["has_reset"],
+        "update_count": then["_update_count"],
         "forward_cache": _clone(cache) if isinstance(cache, Tensor) else None,
+        "values": {n: _clone(then[n]) for n in then["_defaults"] if then["is_tensor"]},
     }
 
 
