@@ -103,9 +103,10 @@ class _Protected:
     def __init__(self, storage: Storage) -> None:
         self.storage: Storage | None = storage  # the memory itself, then a copy of it, then None
         self.num_bytes = storage.nbytes()
-        self.num_readers = 0  # files that it is still to be written into
-        self.is_read = False
+        self.num_files = 0  # that it is still to be written into
         self.is_copy = False
+        self.is_read = threading.Lock()
+        self.may_change = threading.Event()  # written, or copied
 
 
 class Snapshots:
@@ -117,7 +118,7 @@ class Snapshots:
 
     def __init__(self, *, max_copy_bytes: int) -> None:
         self._max_copy_bytes = max_copy_bytes
-        self._changed = threading.Condition()
+        self._mutex = threading.Lock()  # of two locks a thread takes `is_read` first
         self._present: dict[int, _Protected] = {}
         self._copied_bytes = 0
         self.peak_copied_bytes = 0
@@ -133,18 +134,14 @@ class Snapshots:
         Args:
             storages: Host memory, which may change only after `release`.
         """
-        with self._changed:
-            members: dict[int, _Protected] = {}
-            for storage in storages:
-                key = storage._cdata  # noqa: SLF001
-                if key in members:
-                    continue
-                member = self._present.get(key)
-                if member is None or not member.num_readers:
-                    member = self._present[key] = _Protected(storage)
-                member.num_readers += 1
-                members[key] = member
-            return Snapshot(self, members)
+        members: dict[int, _Protected] = {}
+        with self._mutex:
+            for key, storage in {storage._cdata: storage for storage in storages}.items():  # noqa: SLF001
+                if key not in self._present or not self._present[key].num_files:
+                    self._present[key] = _Protected(storage)
+                members[key] = self._present[key]
+                members[key].num_files += 1
+        return Snapshot(self, members)
 
     def release(self, *, unchanged: Iterable[Storage] = ()) -> None:
         """Wait until all protected memory may change: it has been written, or copied.
@@ -153,59 +150,39 @@ class Snapshots:
             unchanged: Memory that stays as it is for now, and protected.
         """
         kept = {storage._cdata for storage in unchanged}  # noqa: SLF001 - torch's key for a storage
-        with self._changed:
-            members = [member for key, member in self._present.items() if key not in kept]
-            left = self._present.items()
-            self._present = {
-                key: member for key, member in left if key in kept and member.num_readers
-            }
-            for member in reversed(members):
-                self._copy_if_possible(member)
-            while any(member.num_readers and not member.is_copy for member in members):
-                self._changed.wait()
+        with self._mutex:
+            present = self._present.items()
+            members = [member for key, member in present if key not in kept]
+            self._present = {k: member for k, member in present if k in kept and member.num_files}
+        for member in reversed(members):
+            self._copy_if_possible(member)
+        for member in members:
+            member.may_change.wait()
 
     def _copy_if_possible(self, member: _Protected) -> None:
-        if not member.num_readers or member.is_read or member.storage is None:
-            return
-        if self._copied_bytes + member.num_bytes > self._max_copy_bytes:
-            return
-        live, member.is_read = member.storage, True  # the writer waits for this one alone
-        self._changed.release()
+        if not member.is_read.acquire(blocking=False):
+            return  # the writer is at it
         try:
+            live, num_bytes = member.storage, self._copied_bytes + member.num_bytes
+            if live is None or num_bytes > self._max_copy_bytes:
+                return
             copy = live.clone()
+            with self._mutex:
+                if member.num_files:  # else its writer has given up meanwhile
+                    member.storage, member.is_copy = copy, True
+                    self._copied_bytes += member.num_bytes
+                    self.peak_copied_bytes = max(self.peak_copied_bytes, self._copied_bytes)
+                    member.may_change.set()
         finally:
-            self._changed.acquire()
-            member.is_read = False
-            self._changed.notify_all()
-        if not member.num_readers:  # its writer has given up meanwhile
-            return
-        member.storage, member.is_copy = copy, True
-        self._copied_bytes += member.num_bytes
-        self.peak_copied_bytes = max(self.peak_copied_bytes, self._copied_bytes)
-
-    @contextmanager
-    def _reading(self, member: _Protected) -> Iterator[Storage]:
-        """Give the memory, live or copied, to one writer."""
-        with self._changed:
-            while member.is_read:
-                self._changed.wait()
-            member.is_read = True
-            storage = member.storage
-        assert storage is not None
-        try:
-            yield storage
-        finally:
-            with self._changed:
-                member.is_read = False
-                self._done(member)
+            member.is_read.release()
 
     def _done(self, member: _Protected) -> None:
-        member.num_readers -= 1
-        if not member.num_readers:
-            member.storage = None
-            if member.is_copy:
-                self._copied_bytes -= member.num_bytes
-        self._changed.notify_all()
+        with self._mutex:
+            member.num_files -= 1
+            if not member.num_files:
+                member.storage = None
+                member.may_change.set()
+                self._copied_bytes -= member.num_bytes * member.is_copy
 
 
 class Snapshot:
@@ -217,19 +194,21 @@ class Snapshot:
 
     @contextmanager
     def take(self, storage: Storage) -> Iterator[Storage]:
-        """Give the memory to write for `storage`; once for every storage."""
+        """Give the memory to write for `storage`, live or copied; once for every storage."""
         member = self._members.pop(storage._cdata, None)  # noqa: SLF001
         if member is None:
             yield storage
             return
-        with self._owner._reading(member) as memory:  # noqa: SLF001 - its own part
-            yield memory
+        with member.is_read:
+            assert member.storage is not None
+            try:
+                yield member.storage
+            finally:
+                self._owner._done(member)  # noqa: SLF001 - its own part
 
     def abandon(self) -> None:
-        with self._owner._changed:  # noqa: SLF001
-            for member in self._members.values():
-                self._owner._done(member)  # noqa: SLF001
-            self._members.clear()
+        while self._members:
+            self._owner._done(self._members.popitem()[1])  # noqa: SLF001
 
 
 class WriteQueue:
