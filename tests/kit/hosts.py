@@ -16,8 +16,15 @@ _SECONDS = 600.0  # a host that waits for another one says so long before
 _LEAVE_SECONDS = 5.0  # for an orderly end
 
 _context = multiprocessing.get_context("forkserver")
-# The server imports once what every host needs.
-_context.set_forkserver_preload(["roundpipe_lightning", "tests.kit.training", "tests.kit.hosts"])
+# The server imports once what hosts need, the modules of the functions that they run among it.
+_context.set_forkserver_preload(
+    [
+        "tests.kit.hosts",
+        "tests.lightning.test_checkpoint_exchange",
+        "tests.lightning.test_hosts",
+        "tests.lightning.test_hosts_memory",
+    ]
+)
 
 
 def free_port() -> int:
