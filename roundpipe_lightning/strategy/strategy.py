@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial, wraps
+from functools import partial, partialmethod, wraps
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
@@ -588,30 +588,19 @@ class RoundPipeStrategy(OneProcessStrategy):
             return output
 
     @_without_stop_iteration
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.precision_plugin.val_step_context():
-            output: STEP_OUTPUT = self._evaluate("validation_step", *args, **kwargs)
-        return output
-
-    @_without_stop_iteration
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self.precision_plugin.test_step_context():
-            output: STEP_OUTPUT = self._evaluate("test_step", *args, **kwargs)
-        return output
-
-    @_without_stop_iteration
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._evaluate("predict_step", *args, **kwargs)
-
-    def _evaluate(self, step_name: str, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, step_name: str, context: str, *args: Any, **kwargs: Any) -> Any:
         assert self._runtime is not None
         given = (*args, *kwargs.values())
         self._evaluated = f"{step_name} {[each for each in given[1:] if isinstance(each, int)]}"
         try:
-            return self._runtime.evaluate(step_name, *given)
+            with getattr(self.precision_plugin, context)():
+                return self._runtime.evaluate(step_name, *given)
         finally:
             self._evaluated = ""
+
+    validation_step = partialmethod(_evaluate, "validation_step", "val_step_context")
+    test_step = partialmethod(_evaluate, "test_step", "test_step_context")
+    predict_step = partialmethod(_evaluate, "predict_step", "predict_step_context")
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
