@@ -65,11 +65,7 @@ class Listening(Callback):
         """Called with each plan, or each step."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Register with the strategy. An earlier fit may have failed before teardown.
-
-        Raises:
-            ConfigurationError: The strategy is not roundpipe's, and this needs it.
-        """
+        """Register with the strategy: an earlier fit may have failed before teardown."""
         super().setup(trainer, pl_module, stage)
         strategy = trainer.strategy
         self._unregister(trainer)
@@ -365,11 +361,7 @@ class MeasuredBatch:
         return None if count is None else record.operations_per_token * count
 
     def idle_seconds(self, overlap: Overlap | None) -> dict[IdleCause, float]:
-        """The workers' idle time in the whole of `wall_seconds`, by cause.
-
-        Args:
-            overlap: With the step before, which was still in flight.
-        """
+        """Return the workers' idle time in all of `wall_seconds`, by cause, less an overlap."""
         record = self.record
         assert record is not None, "only pipelines have workers"
         workers = record.timeline.num_workers

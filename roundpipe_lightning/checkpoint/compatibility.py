@@ -35,13 +35,10 @@ class InexactResumeWarning(UserWarning):
 
 
 def check_versions(checkpoint: Mapping[str, Any], *, path: Any, form: int) -> None:
-    """Refuse a checkpoint of a newer version of Lightning, or of another one of this package.
+    """Refuse a checkpoint of a newer Lightning, or of another version of this package.
 
     Args:
-        form: That of our own part.
-
-    Raises:
-        CheckpointError: It is of another version, or no checkpoint.
+        form: The version of our own part.
     """
     if not isinstance(dict(checkpoint).get("state_dict"), Mapping):
         raise CheckpointError(
@@ -72,11 +69,7 @@ def check_versions(checkpoint: Mapping[str, Any], *, path: Any, form: int) -> No
 
 @contextmanager
 def reading(part: str) -> Iterator[None]:
-    """Give whatever a damaged or foreign part of a checkpoint makes its readers raise one type.
-
-    Raises:
-        CheckpointError: Naming the part.
-    """
+    """Raise a CheckpointError that names the part for whatever a damaged or foreign one raises."""
     try:
         yield
     except RoundPipeError:
@@ -142,11 +135,7 @@ def split_frozen(module: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str,
 
 
 def describe_frozen(module: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    """Describe the frozen parameters that a checkpoint leaves out.
-
-    Returns:
-        `names`, `shapes` and `samples`: a float32 tensor of shape (names, 8).
-    """
+    """Return `names`, `shapes` and `samples` (float32, (names, 8)) of frozen parameters."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     named = {name: parameters[name] for name in names}
     samples = [_sample(parameter) for parameter in named.values()]
@@ -193,13 +182,11 @@ def load_state(
     """Load a checkpoint's weights; what it leaves out must be in the module already.
 
     Args:
-        module: As the checkpoint's was, in the names and shapes of its parameters.
         strict: Whether every tensor must be there and have its place.
         assign: Whether the checkpoint's tensors take the place of the module's.
 
     Raises:
-        CheckpointError: The base is another one; a tensor has another shape; or, if strict,
-            something is missing or has no place.
+        CheckpointError: The base is another one, or a tensor does not fit.
     """
     check_base(module, checkpoint)
     absent, state, load_error = left_out(checkpoint), checkpoint["state_dict"], None

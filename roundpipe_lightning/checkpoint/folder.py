@@ -90,7 +90,6 @@ class Part:
     Args:
         checkpoint: On every host with the same tensors; all else is host 0's.
         owned: What this host has of tensors that are divided; host 0 writes all others.
-        rank: The number of this host.
         max_file_bytes: Size of a file; one that has larger memory has no other.
     """
 
@@ -217,7 +216,6 @@ def write_folder(
     Raises:
         OSError: It could not be written, without others.
         CheckpointError: A host could not write its part; on all of them.
-        HostError: Another host is lost.
     """
 
     def on_all(task: Callable[[], T]) -> Sequence[T]:
@@ -292,13 +290,7 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Cut a range of the elements of a flattened tensor into boxes, in their order.
-
-    Args:
-        shape: Of the tensor.
-        start: Its first element.
-        stop: The element after the last one.
-    """
+    """Cut elements `start` to `stop` of a flattened tensor into boxes, in their order."""
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -328,9 +320,7 @@ class Folder:
     Those that several boxes make up are put together one at a time.
 
     Args:
-        path: The folder.
         map_location: As in `torch.load`, for what is not in a tensor of the folder.
-        weights_only: As in `torch.load`.
 
     Attributes:
         checkpoint: Tensors of several boxes have memory and no values yet.
@@ -510,8 +500,7 @@ def load_file(
 ) -> Any:
     """As `torch.load`; CheckpointError if it is none, or holds what `weights_only` forbids.
 
-    Args:
-        content: Is read in the place of the file.
+    `content` is read in the place of the file.
     """
     is_zip = zipfile.is_zipfile(content or file)
     mmap = mmap and is_zip  # torch's old format is none

@@ -33,12 +33,7 @@ TakeStorage = Callable[[Storage], AbstractContextManager[Storage]]
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One entry of a file in torch's format.
-
-    Attributes:
-        name: Its name in the archive.
-        data: Text, bytes, or host memory.
-    """
+    """One entry of a file in torch's format."""
 
     name: str
     data: str | bytes | Storage
@@ -110,11 +105,7 @@ class _Protected:
 
 
 class Snapshots:
-    """Keeps the memory that background writers still need, as it was when they were given it.
-
-    Args:
-        max_copy_bytes: How many bytes of copies may exist at once.
-    """
+    """Keeps the memory that background writers still need, as it was when they were given it."""
 
     def __init__(self, *, max_copy_bytes: int) -> None:
         self._max_copy_bytes = max_copy_bytes
@@ -129,11 +120,7 @@ class Snapshots:
         return not self._present
 
     def protect(self, storages: Iterable[Storage]) -> Snapshot:
-        """Keep memory as it is now for one more file.
-
-        Args:
-            storages: Host memory, which may change only after `release`.
-        """
+        """Keep host memory as it is now for one more file; it may change after `release` only."""
         members: dict[int, _Protected] = {}
         with self._mutex:
             for key, storage in {storage._cdata: storage for storage in storages}.items():  # noqa: SLF001
@@ -144,11 +131,7 @@ class Snapshots:
         return Snapshot(self, members)
 
     def release(self, *, unchanged: Iterable[Storage] = ()) -> None:
-        """Wait until all protected memory may change: it has been written, or copied.
-
-        Args:
-            unchanged: Memory that stays as it is for now, and protected.
-        """
+        """Wait until protected memory may change, written or copied; `unchanged` stays as it is."""
         kept = {storage._cdata for storage in unchanged}  # noqa: SLF001 - torch's key for a storage
         with self._mutex:
             present = self._present.items()

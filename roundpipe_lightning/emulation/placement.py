@@ -101,11 +101,7 @@ def is_foreach(func: torch._ops.OpOverload) -> bool:
 
 
 def check_places(func: torch._ops.OpOverload, operands: list[Operand]) -> None:
-    """Raise unless the operands of `func` may meet.
-
-    Raises:
-        DeviceMismatchError: naming the operation, two operands, their shapes and their places.
-    """
+    """Raise a DeviceMismatchError unless the operands of `func` may meet."""
     if func.overloadpacket in _CROSSING:
         return
     for group in _columns(operands) if is_foreach(func) else [operands]:

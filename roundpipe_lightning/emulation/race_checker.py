@@ -81,11 +81,7 @@ class ProtocolChecker:
     # ----------------------------------------------------------------------------------- order
 
     def begin(self, line: str, after: Sequence[Stamp] = ()) -> None:
-        """Begin the next piece of work of a line: it has been launched by the host.
-
-        Args:
-            after: The stamps that it waits for.
-        """
+        """Begin a line's next piece of work, now launched by the host, after what it waits for."""
         with self._mutex:
             clock = self._clock(line)
             if line != HOST:
@@ -127,11 +123,7 @@ class ProtocolChecker:
             return HOST if memory is None or not known or memory.line is None else memory.line
 
     def access(self, tensor: Tensor, *, line: str, writes: bool, what: str) -> None:
-        """Note that the present piece of work of a line uses a tensor's memory.
-
-        Raises:
-            ProtocolError: If it is in no order with an earlier access.
-        """
+        """Note that a line's work uses memory; ProtocolError: in no order with an earlier one."""
         start, stop = _span(tensor)
         if start == stop:
             return

@@ -31,11 +31,7 @@ from roundpipe_lightning.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedTiming:
-    """Speeds and delays of an emulated server.
-
-    Raises:
-        ConfigurationError: If a rate is not positive or a time is negative.
-    """
+    """Speeds and delays of an emulated server; ConfigurationError: one is out of its range."""
 
     upload_bytes_per_second: float = math.inf  # of each device's link
     download_bytes_per_second: float = math.inf  # of each device's link
@@ -89,11 +85,7 @@ class HostClock:
         return late if epoch == self._epoch else 0.0
 
     def woke_for(self, seconds: float, *, since: float) -> None:
-        """Note that the calling thread has waited for something that happened at a moment.
-
-        Args:
-            since: The thread's time when it began to wait.
-        """
+        """Note that a thread has waited, since a time of its own, for what happened at a moment."""
         late = time.perf_counter() - max(since, seconds)
         self._local.late = (max(0.0, late), self._epoch)
 
@@ -193,7 +185,6 @@ class EmulatedEvent(Event):
 
     Args:
         host: The time of the threads that wait for it.
-        clock: Calls back.
         checker: Learns what they know, or None.
         stamp: What will have ended.
     """
@@ -319,11 +310,7 @@ class Copy:
 
 
 class LinkQueue:
-    """One direction of a device's link: makes its copies in order.
-
-    Args:
-        copy_seconds: What each copy takes beside its bytes.
-    """
+    """One direction of a device's link: makes its copies in order."""
 
     def __init__(
         self,
@@ -417,11 +404,7 @@ def has_happened(event: Event) -> bool:
 
 
 def happened_at(event: Event) -> float:
-    """Return the time of an emulated device's event that has happened; 0 for other events.
-
-    Raises:
-        Exception: What made it fail.
-    """
+    """Return when an event happened, 0 for others than emulated ones; raises what made it fail."""
     if isinstance(event, EmulatedEvent):
         return event.await_seconds()
     event.wait()

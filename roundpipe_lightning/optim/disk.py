@@ -50,11 +50,7 @@ class Range(NamedTuple):
 
 
 class StateFile:
-    """A file without a name, mapped into memory.
-
-    Raises:
-        OffloadError: The folder cannot be written to, or the disk has no room.
-    """
+    """A file without a name, mapped into memory; OffloadError: there is no room, say."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self._folder, self.num_bytes = folder, num_bytes
@@ -133,10 +129,8 @@ class StateFiles:
     ) -> Iterator[Sequence[T]]:
         """Yield tasks whose state may be in memory at the same time, to be done before the next.
 
-        Meanwhile the next window is read ahead, and the one before is written behind.
-
-        Raises:
-            OffloadError: State could not be written, now or since the last time; it is in memory.
+        Meanwhile the next window is read ahead, and the one before is written behind. OffloadError:
+        state could not be written, now or since the last time; it is in memory.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(2, "roundpipe-optimizer")

@@ -47,9 +47,7 @@ times: 64Ki take half as long again, 512Ki as long."""
 
 
 class StepKernel:
-    """Steps parameters with AdamW. Copies of this object are the object itself.
-
-    Arguments are those of `HostAdamW`; its `kernel` is the `choice`.
+    """Steps parameters with AdamW; arguments as of `HostAdamW`. Copies of this object are itself.
 
     Raises:
         ConfigurationError: Machine code is wanted, and cannot be made here.
@@ -214,9 +212,7 @@ class KernelThreads(Generic[T]):
     def process(self, work: Callable[[T], object], pieces: Iterable[T]) -> None:
         """Call `work` for every piece, in any thread, and wait.
 
-        Raises:
-            BaseException: The first that `work` raised. The other pieces taken are finished,
-                those that nobody has begun are not.
+        Raises the first that `work` raised: pieces taken are finished then, others are not begun.
         """
         left = deque(pieces)
 

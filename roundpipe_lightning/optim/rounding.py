@@ -230,13 +230,7 @@ class PowerCode:
         return torch.int8 if self.signed else torch.uint8
 
     def decode(self, codes: Tensor, scales: Tensor, *, out: Tensor) -> Tensor:
-        """Write the numbers that codes stand for.
-
-        Args:
-            codes: 1-D.
-            scales: One per block of `codes`, the last of which may be short.
-            out: float32, as long as `codes`.
-        """
+        """Write what 1-D codes stand for to `out`, float32; there is a scale for every block."""
         out.copy_(codes)
         self._power(out.div_(self.largest), signed=self.signed)
         _each_block(Tensor.mul_, out, scales)
@@ -245,14 +239,7 @@ class PowerCode:
     def encode(
         self, numbers: Tensor, *, codes: Tensor, scales: Tensor, random: Noise | None
     ) -> None:
-        """Write codes and scales of numbers, which are overwritten.
-
-        Args:
-            numbers: float32, 1-D, beginning at a block.
-            codes: As long.
-            scales: One per block.
-            random: Noise of the rounding; None rounds to the nearest.
-        """
+        """Write codes and scales of 1-D float32 numbers, from a block on; they are overwritten."""
         for start in range(0, numbers.numel(), _PART):
             stop = min(start + _PART, numbers.numel())
             blocks = slice(start // BLOCK, num_blocks(stop))

@@ -167,11 +167,7 @@ class MomentFormat(Enum):
     def restore(
         self, saved: Mapping[str, Any], state: dict[str, Any], parameter: Tensor, *, name: str
     ) -> None:
-        """Copy what `export` returned, or `torch.optim.AdamW` has, into a parameter's state.
-
-        Raises:
-            CheckpointError: Something is missing, or has another shape.
-        """
+        """Take what `export` gave, or torch.optim.AdamW has; CheckpointError: it does not fit."""
         vectors = self.flat(state, parameter)
         for moment in self.moments:
             values = saved.get(moment.name)

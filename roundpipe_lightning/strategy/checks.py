@@ -74,12 +74,7 @@ def check_trainer_is_alone(*, is_alone: bool) -> None:
 def check_module(
     module: LightningModule, *, num_microbatches: int | str, microbatching: str, update: str
 ) -> None:
-    """Refuse ways of training that cannot be cut into microbatches, or stepped later.
-
-    Args:
-        module: The user's module, after its `setup` and `configure_model`.
-        num_microbatches: What was asked for: a number, or `"auto"`.
-    """
+    """Refuse ways of training that cannot be cut into microbatches, or stepped later."""
     splits = microbatching == "step"
     if splits and takes_iterator(module, "training_step"):
         raise ConfigurationError(
@@ -107,9 +102,6 @@ def check_steps(module: LightningModule, what: TrainerFn | None) -> None:
     """Refuse functions in place of steps that get past the views of the module.
 
     On CPU workers they are right, if slow: parameters and buffers lie where the module has them.
-
-    Args:
-        what: What the Trainer is about to do with it.
     """
     for name in _STEPS[what]:
         step = vars(module).get(name)
@@ -199,13 +191,10 @@ _REGISTRY = "pytorch_lightning.strategies"
 
 
 def register(strategy: type[Strategy], *, name: str) -> None:
-    """Register the strategy's name; doing so twice changes nothing.
+    """Register the name of `Trainer(strategy=...)`; doing so twice changes nothing.
 
     `pytorch_lightning` gets the name, too, with an error that says what to do. Fabric gets the name
     and the class for the same reason: an instance that it accepts raises the error.
-
-    Args:
-        name: What `Trainer(strategy=...)` calls it.
     """
     if name not in StrategyRegistry:
         StrategyRegistry.register(

@@ -45,11 +45,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the strategy; `RoundPipeStrategy` explains them.
-
-    Raises:
-        ConfigurationError: A value cannot work, or not in this version.
-    """
+    """Options of the strategy; `RoundPipeStrategy` explains them."""
 
     num_microbatches: int | Literal["auto"]
     plan: PlanSource
@@ -141,12 +137,7 @@ class Options:
 
     @property
     def partition_hints(self) -> PartitionHints:
-        """The user's hints about the stages, `recompute` included.
-
-        Raises:
-            ConfigurationError: A hint is not known, or no whole number.
-            PlanError: A hint cannot be kept by itself, or two contradict each other.
-        """
+        """Return the user's hints about the stages, `recompute` included."""
         hints = self._given_hints()
         if self.recompute == "auto" or hints.recompute is not None:
             return hints
@@ -176,12 +167,7 @@ class Options:
 
     @cached_property
     def given_plan(self) -> Plan | None:
-        """The plan that the user gave, or None for `"auto"`.
-
-        Raises:
-            PlanError: The file cannot be read.
-            ConfigurationError: The plan is for another number of microbatches than asked for.
-        """
+        """The plan that the user gave, or None for `"auto"`; PlanError: its file cannot be read."""
         if self.plan == "auto":
             return None
         plan = self.plan if isinstance(self.plan, Plan) else Plan.load(Path(self.plan))
@@ -214,11 +200,7 @@ def upload_dtype_of(options: Options, precision: RoundPipePrecision) -> torch.dt
 
 
 class GradientFormat:
-    """Sums up a module's gradients in the dtype that was asked for.
-
-    Raises:
-        ConfigurationError: The loss is scaled, which small formats of gradients do not bear.
-    """
+    """Sums up a module's gradients in the dtype that was asked for."""
 
     def __init__(self, options: Options, precision: RoundPipePrecision) -> None:
         name = options.gradient_dtype

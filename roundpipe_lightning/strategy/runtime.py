@@ -544,11 +544,7 @@ class PipelineRuntime:
             self.updater.add_up(adds=adds)
 
     def synchronize(self, *, has_next: bool = False) -> None:
-        """Wait for the gradients of the batch in flight, if there is one, and hand them out.
-
-        Raises:
-            Exception: Whatever its backward pass has raised.
-        """
+        """Wait for the batch in flight, if any, and hand out its gradients; raises its error."""
         batch, self.in_flight = self.in_flight, None
         if batch is not None and batch.hand_out(has_next=has_next):
             self._batch_ended(batch, has_trained=True)

@@ -34,18 +34,7 @@ def check_supported(
     checks_gradients: bool,
     hooks: Iterable[str],
 ) -> None:
-    """Refuse a training that would not give one host's numbers on several.
-
-    Args:
-        module: The user's module.
-        options: The strategy's settings.
-        precision: The precision plugin.
-        checks_gradients: Whether gradients that are not finite are to be refused.
-        hooks: Who may look at gradients.
-
-    Raises:
-        ConfigurationError: Naming the first thing, and the way out.
-    """
+    """Refuse what would not give one host's numbers on several; `hooks` may look at gradients."""
     norms = [name for name, part in module.named_modules() if _keeps_statistics(part)]
     hook = next(iter(hooks), None)
     reasons = {
@@ -68,11 +57,7 @@ def check_supported(
 
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers whose state does not lie in memory: a host keeps a part of it, there.
-
-    Raises:
-        ConfigurationError: Naming the setting.
-    """
+    """Refuse optimizers whose state does not lie in memory: a host keeps a part of it, there."""
     for optimizer in optimizers:
         if isinstance(optimizer, HostAdamW) and optimizer.state_place.disk_bytes:
             raise ConfigurationError(
@@ -99,17 +84,7 @@ _SAME_FLAGS = (
 def check_same(
     hosts: Hosts, trainer: Trainer, options: Options, *, settings: Mapping[str, Any]
 ) -> None:
-    """Refuse hosts that would train something else, before the first batch.
-
-    Args:
-        hosts: All hosts.
-        trainer: With the module and its optimizers.
-        options: The strategy's settings.
-        settings: Others that must be the same, by name.
-
-    Raises:
-        ConfigurationError: Naming the first difference.
-    """
+    """Refuse hosts that would train something else; `settings` are others to compare, by name."""
     module = trainer.lightning_module
     named = list(module.named_parameters())
     hyperparameters = {f"hparams.{key}": repr(value) for key, value in module.hparams.items()}
@@ -166,9 +141,7 @@ def _source(kind: type) -> str:
 def reduce(parts: Sequence[Tensor], operation: ReduceOp | str | None) -> Tensor:
     """Reduce tensors of the hosts, in their order, so that all get the same bits.
 
-    Args:
-        parts: Every host's, of one shape; whole numbers have a mean that is none.
-        operation: As in `torch.distributed`, or `"mean"`.
+    Whole numbers have a mean that is none. `operation` is as in `torch.distributed`, or `"mean"`.
     """
     name = "mean" if operation is None else str(operation).rpartition(".")[2].lower()
     stacked = torch.stack(list(parts))

@@ -53,13 +53,7 @@ class BatchShares:
     ```
 
     Args:
-        hosts: All hosts.
-        options: Of this one.
-        speed: Returns the speed of this host's devices.
-        epoch: Returns the number of the epoch.
-
-    Raises:
-        ConfigurationError: Some hosts name their share, others do not.
+        speed: Returns the operations per second of this host's devices.
     """
 
     def __init__(
@@ -116,11 +110,7 @@ class BatchShares:
         self._rates.append(self._rows.popleft() / max(*busy, 1e-9))
 
     def measure(self, synchronize: Callable[[], None]) -> None:
-        """Share by measured speed, if that is done after the present batch.
-
-        Args:
-            synchronize: Waits for its end.
-        """
+        """Share by measured speed, if the present batch is the last of those; waits for its end."""
         if not self._is_to_measure or len(self._rates) + len(self._rows) < _LAST:
             return
         synchronize()
@@ -149,11 +139,7 @@ class BatchShares:
 
 
 def divide_memory(hosts: Hosts, options: Options) -> None:
-    """Settle every host's part of what they divide; all call this.
-
-    Raises:
-        ConfigurationError: Together they are not 1.
-    """
+    """Settle every host's part of what they divide; all call this."""
     told = hosts.control.objects(options.memory_share)
     parts = [part for part in told if not isinstance(part, str)]
     if parts and (len(parts) < hosts.num or abs(sum(parts) - 1) > _ROUNDED):
@@ -175,12 +161,6 @@ class HostBatches:
 
     So hosts of 8 samples train on the batches of one host of 16. What is left over at the end of
     a training's epoch is shared out, too; in an evaluation the first hosts take it.
-
-    Args:
-        lists: Yields lists of indices, on every host the same ones.
-        hosts: All hosts.
-        shares: Of each batch, by rank.
-        trains: Whether every host needs a part of what is left over.
     """
 
     def __init__(self, lists: Any, hosts: Hosts, shares: BatchShares, *, trains: bool) -> None:
@@ -241,16 +221,9 @@ class HostBatches:
 
 
 def divided(loader: Any, hosts: Hosts, shares: BatchShares, *, trains: bool) -> Any:
-    """Return a loader of this host's part of the batches.
+    """Return a loader of this host's part of the batches; the user's stays as it is.
 
-    Args:
-        loader: The user's; it stays as it is. One with a `DistributedSampler` is divided already.
-        hosts: All hosts.
-        shares: Of each batch, by rank.
-        trains: Whether it is for training.
-
-    Raises:
-        ConfigurationError: It cannot be divided by its indices.
+    One with a `DistributedSampler` is divided already.
     """
     if isinstance(getattr(loader, "sampler", None), DistributedSampler):
         return loader
@@ -308,19 +281,12 @@ class HostPart:
 class GlobalBatch:
     """A whole batch. Every host makes one for the same batch.
 
-    Args:
-        mine: This host's part.
-        hosts: All hosts.
-
     Attributes:
         share: This host's share of the loss.
         num_rows: Samples of all hosts; None where nothing shows them.
         shares: Of all hosts' microbatches.
         losses: Theirs.
         logged: Their calls of `self.log`.
-
-    Raises:
-        HostError: Another host is at another batch, or lost.
     """
 
     def __init__(self, mine: HostPart, hosts: Hosts) -> None:

@@ -29,11 +29,7 @@ _NEEDED = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 
 
 def check_launch(environment: ClusterEnvironment | None, num_nodes: int) -> None:
-    """Refuse everything but one process on each of `num_nodes` hosts.
-
-    Raises:
-        ConfigurationError: Naming the command that would be right.
-    """
+    """Refuse everything but one process on each of `num_nodes` hosts."""
     right = (
         f"Start one process on each host, and Trainer(num_nodes={num_nodes}): torchrun "
         f"--nnodes={num_nodes} --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST0:PORT "
@@ -95,12 +91,7 @@ def take_rank(environment: ClusterEnvironment | None, num_nodes: int) -> int:
 def connect(
     environment: ClusterEnvironment, *, rank: int, num_nodes: int, timeout_seconds: float
 ) -> Hosts:
-    """Meet the other hosts.
-
-    Raises:
-        ConfigurationError: They were started for another number of hosts.
-        HostError: One of them has not come in time, or was lost since.
-    """
+    """Meet the other hosts; raises as `Meeting.hold`."""
     world = dist.group.WORLD
     known = world.hosts if isinstance(world, WatchedGroup) else None
     if known is None:
@@ -124,10 +115,7 @@ class Meeting:
 
     Args:
         mine: Watches over the others when all are there.
-        rank: The number of this host.
-        num_nodes: How many there are.
         main: Address and port of host 0.
-        timeout_seconds: After so long those who have not come are given up.
     """
 
     def __init__(

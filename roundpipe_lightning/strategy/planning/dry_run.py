@@ -51,9 +51,7 @@ def dry_run(
     """Run `training_step` once without values and return what it does.
 
     Args:
-        module: The user's module, attached to its trainer.
         compute_dtype: What autocast computes in; None: what the parameters are.
-        loss: Which losses are computed without whole logits.
 
     Raises:
         DryRunError: It cannot be run so.
@@ -147,12 +145,9 @@ def prove(
     num_microbatches: int,
     shaped: ShapedBlocks,
 ) -> tuple[LossKind, list[str]]:
-    """Return what a batch's loss is of those of its microbatches; see `prove_step`.
+    """Return what a batch's loss is of those of its microbatches; see `prove_step`, which raises.
 
     Also the paths of attributes that the step reads off modules outside the blocks.
-
-    Raises:
-        Unproven: It is not proven to be either.
     """
     blocks = [block for stack in stacks for block in stack.blocks]
     made: Any = None
@@ -266,11 +261,7 @@ class _Later:
 
 
 class _ReadOnlyTrainer:
-    """Gives the plain values of a Trainer and nothing else.
-
-    Args:
-        proves: Whether what changes from batch to batch is not given.
-    """
+    """Gives the plain values of a Trainer; if it `proves`, those that stay from batch to batch."""
 
     def __init__(self, trainer: Trainer, *, proves: bool = False) -> None:
         object.__setattr__(self, "_trainer", trainer)
@@ -290,10 +281,9 @@ class _ReadOnlyTrainer:
 
 
 class SilentMetric(nn.Module):
-    """Takes whatever a metric takes, keeps nothing and gives a number.
+    """Takes whatever a metric takes, keeps nothing and gives a number, or ends a proof.
 
-    Args:
-        ends_proof: Whether its use does: a metric of microbatches keeps something else.
+    A metric of microbatches keeps something else.
     """
 
     def __init__(self, *, ends_proof: bool = False) -> None:

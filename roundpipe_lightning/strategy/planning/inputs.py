@@ -59,12 +59,7 @@ def find_machine(
         source: What the user gave for it. `"auto"` is this machine: its accelerators, measured once
             in less than ten seconds; or its processor, with rates that are assumed, because CPU
             workers are alike whatever their speed, and the memory that there is.
-        workers_per_device: Workers that share each device.
         accelerators: The devices; empty: the first ones of the machine.
-
-    Raises:
-        HardwareError: The machine is not known, or a figure in its file is wrong.
-        ConfigurationError: It has another number of devices.
     """
     num_devices = num_workers // workers_per_device
     if source == "auto":
@@ -245,11 +240,8 @@ def _torchs_own(kind: type[Optimizer]) -> type[Optimizer]:
 class TransferSizes:
     """The sizes in which weights and gradients are sent, for the planner.
 
-    Args:
-        dtype: Of the copies from which matrices are uploaded; None: there are none.
-
     Attributes:
-        narrow: The parameters that have such copies.
+        narrow: The parameters that are uploaded from copies in another dtype.
     """
 
     def __init__(
@@ -262,13 +254,10 @@ class TransferSizes:
         self._dtype = dtype
 
     def resized(self, work: WorkProfile, chain: Chain) -> WorkProfile:
-        """Return a model with parts of these sizes.
+        """Return a model with parts of these sizes, a block per call of the chain.
 
         Gradients that are sent in fewer bytes than the parameters have count as these: a device
         sums them up in the parameters' own dtype before.
-
-        Args:
-            work: The model, a block per call of the chain.
         """
         if len(work.blocks) != len(chain.links):  # of another chain, which is looked at again
             return work

@@ -80,7 +80,6 @@ class StepPlanner:
     """Plans the steps of one `PipelineRuntime`.
 
     Args:
-        module: The user's module, attached to its trainer.
         optimizers: The optimizers of the training; none for an evaluation.
         mapped: Whether frozen weights stay in their files, where the parameters do not say so.
         num_nodes: Hosts; None: as the machine says.
@@ -92,8 +91,7 @@ class StepPlanner:
         num_microbatches: Microbatches of a full batch.
 
     Raises:
-        PlanError: The given plan is for another model or another number of workers, or a hint
-            cannot be kept.
+        PlanError: The given plan is for another model or another number of workers.
     """
 
     def __init__(  # noqa: PLR0913 - all but one keyword-only
@@ -173,12 +171,7 @@ class StepPlanner:
     # --- before the first batch ------------------------------------------------------------------
 
     def first_plan(self) -> Plan:
-        """Return a plan of what is known without a batch: parameters, not activations.
-
-        Raises:
-            FitError: Not even those fit.
-            PlanError: A hint cannot be kept.
-        """
+        """Plan with what is known without a batch: parameters, not activations."""
         what = "parameters, gradients and optimizer state" if self._trains else "model"
         step, count = self._first_step(), self.num_microbatches
         return self._plan_job(step, count, what=what, effort=QUICK).plan
@@ -219,15 +212,12 @@ class StepPlanner:
     def planned(
         self, given: Any, arguments: Sequence[Any], *, count: int, joined: bool = False
     ) -> Planned:
-        """Return the plan for a batch, made once for batches of about its shape.
+        """Return the plan for a batch, made once for batches of about its shape; FitError: no plan.
 
         Args:
             given: What `training_step` is called with: its largest microbatch or, if `joined`, all.
             count: Microbatches of the batch.
             joined: Whether the microbatches are pieces, inside the calls of blocks.
-
-        Raises:
-            FitError: It does not fit.
         """
         size = num_values(given)
         known = self._known(count, size)
@@ -318,13 +308,7 @@ class StepPlanner:
     # --- measured times --------------------------------------------------------------------------
 
     def learn(self, planned: Planned, timeline: Timeline, *, remaining_steps: int | None) -> None:
-        """Take in how long a step took, and now and then look for a better plan.
-
-        A plan that the user gave is never changed.
-
-        Args:
-            remaining_steps: Steps that are left, if that is known.
-        """
+        """Take in how long a step took; now and then look for a better plan than one of ours."""
         if planned.plan is self._given_plan or not self._options.replan:
             return
         plan = planned.plan
@@ -399,10 +383,7 @@ class StepPlanner:
         """Return what is to be planned; all but the work follows from the settings.
 
         Args:
-            step: Work of a microbatch.
-            count: Microbatches of a batch.
             shape: A microbatch, where the work is not that of one alone.
-            batch_sequences: As in `TrainingJob`.
             is_full: Whether the batch is none of those that are smaller than others.
         """
         full = count if is_full else self.num_microbatches
@@ -425,12 +406,7 @@ class StepPlanner:
         )
 
     def _users_hints(self, count: int, *, full: int) -> PartitionHints:
-        """Return the user's hints, as far as they can be kept with fewer microbatches.
-
-        Args:
-            count: Microbatches of the batch.
-            full: Microbatches of a full one.
-        """
+        """Return the user's hints, as far as fewer microbatches than `full` can keep them."""
         hints = self._options.partition_hints
         if count >= full:
             return hints
@@ -441,16 +417,13 @@ class StepPlanner:
     def _completed(
         self, hints: PartitionHints, step: StepWork, count: int, shape: MicrobatchShape
     ) -> PartitionHints:
-        """Return hints with what else has to be kept.
+        """Return hints with what else has to be kept; PlanError: a hint contradicts that.
 
         Accelerators sum gradients up per round and team: those stay as they are, so that
         results do not depend on which shapes came first. A stage has no more than a part of the
         blocks on CPU workers, unless one runs one microbatch whose activations are smaller than
         the weights, and wherever nothing is known about activations; no block stays there,
         because what room they leave is not known.
-
-        Raises:
-            PlanError: A hint contradicts that.
         """
         if step.is_joined and count > 1:  # all pieces go forward before the loss is computed
             wanted = hints.recompute or RecomputePolicy
@@ -528,11 +501,7 @@ class StepPlanner:
     def _fit_error(
         self, answer: FitAnswer, remedies: Sequence[str], *, what: str, shorter: str
     ) -> FitError:
-        """Return the error for what does not fit, with what would.
-
-        Args:
-            shorter: How long sequences may be; empty where that is not known.
-        """
+        """Return the error for what does not fit; `shorter` says how long sequences may be."""
         job, alone = answer.job, ""
         if answer.planned is None:
             stage = answer.memory.device.stage

@@ -147,12 +147,7 @@ class StampingCollate:
 
 
 class RestoringInit:
-    """Starts a process with its generators where another one's stood.
-
-    Args:
-        init: The loader's own function, or None.
-        states: By number of the process.
-    """
+    """Starts processes, each with its generators where another one's stood, after `init`."""
 
     def __init__(self, init: Callable[[int], Any] | None, states: Mapping[int, State]) -> None:
         self._init = init
@@ -218,11 +213,7 @@ def position_of(loader: Any) -> LoaderPosition | None:
 
 
 class LoaderPosition:
-    """Position of the iteration over a loader.
-
-    Args:
-        waits: Whether the first iteration waits for `resume`.
-    """
+    """Position of the iteration over a loader."""
 
     def __init__(self, loader: Any, *, waits: bool) -> None:
         self.loader = loader
@@ -294,11 +285,7 @@ class LoaderPosition:
         return None if iteration is None else iteration.before_fetch(num_fetched)
 
     def resume(self, state: Mapping[str, Any], *, epoch: int) -> None:
-        """Let the present iteration, or if it has begun the next one, go on from `state`.
-
-        Args:
-            epoch: Which epoch samplers with `set_epoch` are to draw.
-        """
+        """Go on from `state`: the present iteration, or if it has begun the next one."""
         self.randomness.restore_own(state["own"])
         self.randomness.restore_samplers(state["samplers"])
         iteration = self._iteration

@@ -89,10 +89,8 @@ def restore_progress(trainer: Trainer, position: LoopPosition) -> None:
 def go_on(trainer: Trainer, position: LoopPosition) -> bool:
     """Finish what followed the checkpoint, or let Lightning's loop do it first.
 
-    Called when the loops stand before their first iteration, with the metrics restored.
-
-    Returns:
-        Whether a validation is due first, or what follows one.
+    Called when the loops stand before their first iteration, with the metrics restored. Return
+    whether a validation is due first, or what follows one.
     """
     if position is LoopPosition.EPOCH_END:
         _finish_epoch(trainer)
@@ -168,11 +166,7 @@ def stop_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def restore_stop(trainer: Trainer, state: Mapping[str, Any]) -> bool:
-    """Ask the training to stop again, if it had been asked and its limits are still the same.
-
-    Returns:
-        Whether it has been asked.
-    """
+    """Ask the training to stop again, if it had been asked under these limits; return whether."""
     asked = bool(state.get("should_stop")) and {**stop_state(trainer), "should_stop": True} == state
     if asked:
         trainer.should_stop = True
@@ -182,10 +176,7 @@ def restore_stop(trainer: Trainer, state: Mapping[str, Any]) -> bool:
 def defer_limits(
     trainer: Trainer, position: LoopPosition, *, is_asked: bool
 ) -> Callable[[], bool] | None:
-    """Defer the end of a training, while its loops are restored.
-
-    Args:
-        is_asked: Whether the training had been asked to stop.
+    """Defer the end of a training, also of one asked to stop, while its loops are restored.
 
     Returns:
         Lets the limits hold again, and returns whether the training ends with what is still due.
@@ -214,12 +205,7 @@ def defer_limits(
 
 
 def finish_training(trainer: Trainer, *, validates: bool) -> None:
-    """Do what is left of the last epoch, in Lightning's order.
-
-    Args:
-        trainer: Its loops stand where the checkpoint was written.
-        validates: Whether a validation is due, or what follows one.
-    """
+    """Do what is left of the last epoch, in Lightning's order, perhaps with a validation."""
     fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     fetcher = compat.data_fetcher(trainer)
     assert fetcher is not None

@@ -43,11 +43,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: State) -> None:
-    """Restore what `random_state` returned; devices that are not there are passed over.
-
-    Args:
-        state: Host tensors and numbers.
-    """
+    """Restore what `random_state` returned; devices that are not there are passed over."""
     set_host_state(state)
     for generator, saved in zip(generators_in_use(), state.get("devices", ()), strict=False):
         generator.set_state(saved.cpu())

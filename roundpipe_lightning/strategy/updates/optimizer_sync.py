@@ -55,12 +55,9 @@ from roundpipe_lightning.strategy.updates.parameter_watch import (
 class OptimizerSync:
     """The optimizer steps of one training, and who waits for them.
 
+    Until `close` the precision puts clipping off while a batch is in flight.
+
     Args:
-        module: The user's module, attached to its trainer.
-        runtime: Runs the batches, and has the updater.
-        precision: The precision plugin; until `close` it puts clipping off while a batch is in
-            flight.
-        check_gradients: Whether a step is refused whose gradients are not finite.
         is_writing: Returns whether parameters are being written into a file until the batch ends.
     """
 
@@ -423,11 +420,7 @@ class TrainedParameters:
         self._ids = set(map(id, self._seen))  # hashes of tensors are slow
 
     def check(self) -> None:
-        """Refuse parameters that came or were frozen since, unless an optimizer has them.
-
-        Raises:
-            ConfigurationError: Naming the first.
-        """
+        """Refuse parameters that came or were frozen since, unless an optimizer has them."""
         trained = {id(p) for p in parameters_in(self._module) if p.requires_grad}
         if trained == self._ids:
             return
@@ -481,14 +474,11 @@ def check_gradients(
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether a floating point tensor has neither NaN nor infinities.
+    """Return whether a floating point tensor, perhaps sparse, has neither NaN nor infinities.
 
     A sum is finite only if all its terms are, and takes no memory (in another dtype it would). Only
     where it is not, because of a term or because finite terms add up to too much, numbers are
     looked at.
-
-    Args:
-        tensor: On any device, of any strides, without a graph being made; may be sparse (COO).
     """
     values = tensor.detach()
     if values.is_sparse:
