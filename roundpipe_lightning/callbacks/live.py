@@ -26,7 +26,6 @@ from roundpipe_lightning.callbacks.monitor import (
 from roundpipe_lightning.planning.cost.device_memory import size_text
 from roundpipe_lightning.planning.report.step_record import WorkerState
 from roundpipe_lightning.strategy.planning.inputs import PlanEvent
-from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60  # losses of the curve
@@ -151,8 +150,7 @@ class LiveView(CollectsLosses, Listening, ProgressBar):
 
     def _lanes(self) -> Table:
         table = Table.grid(padding=(0, 2), expand=True)
-        strategy = self.trainer.strategy
-        states = strategy.worker_states if isinstance(strategy, RoundPipeStrategy) else []
+        states = [] if self._roundpipe is None else self._roundpipe.worker_states
         self._states = states or [replace(one, doing="between steps") for one in self._states]
         room = self._memory.get("device")
         for worker, state in enumerate(self._states):

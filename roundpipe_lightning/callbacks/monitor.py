@@ -59,6 +59,7 @@ class Listening(Callback):
 
     _hears_of = "plan_listeners"
     _needs_roundpipe = False
+    _roundpipe: RoundPipeStrategy | None = None  # the Trainer's, if it is one
 
     @abstractmethod
     def _take(self, told: Any) -> None:
@@ -68,8 +69,9 @@ class Listening(Callback):
         """Register with the strategy: an earlier fit may have failed before teardown."""
         super().setup(trainer, pl_module, stage)
         strategy = trainer.strategy
+        self._roundpipe = strategy if isinstance(strategy, RoundPipeStrategy) else None
         self._unregister(trainer)
-        if isinstance(strategy, RoundPipeStrategy):
+        if self._roundpipe is not None:
             if stage == "fit":
                 getattr(strategy, self._hears_of).append(self._take)
         elif self._needs_roundpipe:
@@ -206,8 +208,7 @@ class PipelineMonitor(Listening):
         now = time.perf_counter()
         measured, before = self._measure(batch, now), self._batch_ended
         self._batch_ended = now
-        strategy = trainer.strategy
-        if isinstance(strategy, RoundPipeStrategy) and strategy.is_in_flight:
+        if self._roundpipe is not None and self._roundpipe.is_in_flight:
             self._in_flight.append((measured, self._batch_began, before))
         elif measured is not None:
             self._window.update(measured.sums())
@@ -217,7 +218,7 @@ class PipelineMonitor(Listening):
             flags: Any = trainer
             if self._is_due(now) and (flags.fast_dev_run or self._window):
                 began = time.thread_time()  # not the wall's: on a busy machine others run, too
-                self._log(trainer, pl_module)
+                self._log(pl_module)
                 spent = time.thread_time() - began
                 self._rests_until = now + min(spent / _MOST_SHARE, _LONGEST_REST_SECONDS)
                 interval = self._every_n_steps or flags.log_every_n_steps or _OFTEN_ENOUGH
@@ -225,10 +226,10 @@ class PipelineMonitor(Listening):
             if self._logged and compat.should_update_logs(trainer):
                 self._have_reached_loggers = True
 
-    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """Wait for the last batch, whose record may still be to come."""
-        if isinstance(trainer.strategy, RoundPipeStrategy):
-            trainer.strategy.join_updates()
+        if self._roundpipe is not None:
+            self._roundpipe.join_updates()
 
     def _is_due(self, now: float) -> bool:
         if self._steps_left >= 0:
@@ -278,7 +279,7 @@ class PipelineMonitor(Listening):
 
     # --- logging ----------------------------------------------------------------------------------
 
-    def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _log(self, pl_module: LightningModule) -> None:
         figures = figures_of(self._window)
         self._before.update(self._window)
         self._window.clear()
@@ -296,8 +297,8 @@ class PipelineMonitor(Listening):
                 num_plans=len(self._plans),
             )
         sizes = {"peak_host_gib": peak_host_bytes()}
-        if isinstance(trainer.strategy, RoundPipeStrategy):
-            sizes["peak_device_gib"] = trainer.strategy.peak_device_bytes
+        if self._roundpipe is not None:
+            sizes["peak_device_gib"] = self._roundpipe.peak_device_bytes
         figures.update({name: size / _GIB for name, size in sizes.items() if size is not None})
         named = {_PREFIX + name: float(value) for name, value in figures.items()}
         pl_module.log_dict(named, batch_size=1)

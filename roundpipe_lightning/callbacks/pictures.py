@@ -35,7 +35,6 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.planning.schedule.stages import Stage
 from roundpipe_lightning.strategy.planning.inputs import PlanEvent
-from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 _DEFAULT_STEPS = range(3, 8)
 
@@ -76,7 +75,6 @@ class PipelineTimeline(Listening):
         self._dirpath = None if dirpath is None else Path(dirpath)
         self._keeps_last = steps is None
         self._steps = frozenset(_DEFAULT_STEPS if steps is None else steps)
-        self._strategy: RoundPipeStrategy | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -122,19 +120,14 @@ class PipelineTimeline(Listening):
         shares = [timeline.bubble_fraction for timeline in self.measured.values()]
         return median(shares) if shares else None
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        assert isinstance(trainer.strategy, RoundPipeStrategy), "others are refused"
-        self._strategy = trainer.strategy
-
     def on_train_start(self, *_: Any) -> None:
         """Forget steps from before the training: those of a search for the learning rate."""
         self._forget()
 
     def _take(self, record: StepRecord) -> None:
-        assert self._strategy is not None, "the strategy calls this"
+        assert self._roundpipe is not None, "the strategy calls this"
         number, self._num_batches = self._num_batches, self._num_batches + 1
-        if record.plan != self._strategy.plan:
+        if record.plan != self._roundpipe.plan:
             return
         if self._plan != record.plan:
             self._plan = record.plan
@@ -145,15 +138,16 @@ class PipelineTimeline(Listening):
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         """Write the files, with the last step, which may still be in flight."""
-        assert self._strategy is not None, "it has trained"
-        self._strategy.join_updates()
+        assert self._roundpipe is not None, "others are refused"
+        self._roundpipe.join_updates()
         self._write(trainer)
 
     def on_exception(self, trainer: Trainer, *_: Any) -> None:
         self._write(trainer)
 
     def _write(self, trainer: Trainer) -> None:
-        measured, predicted, picture = self.measured, self.predicted, self.picture()
+        measured, predicted = self.measured, self.predicted
+        picture = self.picture()
         if predicted is None or picture is None:
             return
         folder = self._dirpath or Path(trainer.log_dir or trainer.default_root_dir)
@@ -369,65 +363,43 @@ class PlanReport(Listening):
             self._precision = str(trainer.precision)
 
     def _take(self, event: PlanEvent) -> None:
+        described, plan = event.description, event.description.plan
+        batch = count_text(plan.num_microbatches, "microbatch")
+        notes: list[str] = []
         if event.replaced is not None:
-            lines = _change_lines(event, event.replaced)
+            count = count_text(event.planned.measured.num_steps, "measured step")
+            lines = [
+                f"The plan changes after {count}",
+                f"  from {event.replaced.partition}",
+                f"  to   {plan.partition}",
+            ]
         elif self.texts:
-            lines = _other_shape_lines(event)
+            title = f"The plan for batches of another shape, in {batch}"
+            lines = [title, *described.plan_lines()[:4]]
         else:
-            lines = _first_lines(event, precision=self._precision)
-        text = "\n".join(lines)
-        self.texts.append(text)
-        self._write(text)
-
-
-def _first_lines(event: PlanEvent, *, precision: str) -> list[str]:
-    described = event.description
-    plan, job = described.plan, described.job
-    return [
-        f"The plan of this training, on {machine_line(job.hardware)}",
-        model_line(job.work, precision=precision),
-        (
-            f"Batch: {count_text(plan.num_microbatches, 'microbatch')} on "
-            f"{count_text(plan.num_workers, 'worker')}"
-        ),
-        *described.plan_lines(),
-        "Memory",
-        *memory_lines(described.memory),
-        *_step_lines(event),
-        *_warning_lines(event),
-    ]
-
-
-def _other_shape_lines(event: PlanEvent) -> list[str]:
-    plan = event.description.plan
-    return [
-        (
-            f"The plan for batches of another shape, in "
-            f"{count_text(plan.num_microbatches, 'microbatch')}"
-        ),
-        *event.description.plan_lines()[:4],
-        *_step_lines(event),
-    ]
-
-
-def _change_lines(event: PlanEvent, before: Plan) -> list[str]:
-    return [
-        f"The plan changes after {count_text(event.planned.measured.num_steps, 'measured step')}",
-        f"  from {before.partition}",
-        f"  to   {event.description.plan.partition}",
-        *_step_lines(event),
-    ]
+            lines = [
+                f"The plan of this training, on {machine_line(described.job.hardware)}",
+                model_line(described.job.work, precision=self._precision),
+                f"Batch: {batch} on {count_text(plan.num_workers, 'worker')}",
+                *described.plan_lines(),
+                "Memory",
+                *memory_lines(described.memory),
+            ]
+            uncounted = (
+                "Activations are not counted in the memory above: training_step cannot be run "
+                "without values (dry_run)."
+            )
+            notes = described.warnings() if event.planned.knows_activations else [uncounted]
+        lines += [*_step_lines(event), *(f"Note: {text}" for text in notes)]
+        self.texts.append("\n".join(lines))
+        self._write(self.texts[-1])
 
 
 def _step_lines(event: PlanEvent) -> list[str]:
     measured, described = event.planned.measured, event.description
     if not (event.planned.knows_activations or measured.is_ready):
-        return [
-            (
-                "Predicted step: unknown, because training_step cannot be run without values. "
-                "Measured times will improve the plan."
-            )
-        ]
+        unknown = "Predicted step: unknown, because training_step cannot be run without values."
+        return [f"{unknown} Measured times will improve the plan."]
     source = ""
     if measured.is_ready:
         source = f" (from {count_text(measured.num_steps, 'measured step')})"
@@ -441,15 +413,3 @@ def _step_lines(event: PlanEvent) -> list[str]:
     )
     on_host = described.job.hardware.shares_host_memory
     return [line] if on_host else [line, described.moved_line()]
-
-
-def _warning_lines(event: PlanEvent) -> list[str]:
-    found = [
-        (
-            "Activations are not counted in the memory above: training_step cannot be run without "
-            "values (dry_run)."
-        )
-    ]
-    if event.planned.knows_activations:
-        found = event.description.warnings()
-    return [f"Note: {text}" for text in found]
