@@ -1,5 +1,4 @@
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from roundpipe_lightning.planning.cost.memory import MemoryModel
 from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.work import MicrobatchShape, size_model
 from roundpipe_lightning.strategy.planning.inputs import TransferSizes, storage_of
-from roundpipe_lightning.strategy.resume.resume import _set_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.strategy.updates.optimizer_sync import all_finite
 from roundpipe_lightning.testing import EmulatedStrategy
@@ -205,16 +203,29 @@ def test_sums_are_the_same_on_every_device(tmp_path: Path, sums: str) -> None:
         assert same_bits(modules[1], modules[0])
 
 
-def test_a_window_goes_on_with_sums_of_their_dtype() -> None:
-    module = Regressor().bfloat16()
-    module.head.weight.grad_dtype = torch.float32
-    third = torch.full((1, WIDTH), 1 / 3)
-    trainer: Any = SimpleNamespace(lightning_module=module)
-    _set_gradients(trainer, {"head.weight": third, "head.bias": torch.ones(1)})
-    assert module.head.weight.grad is not None
-    assert torch.equal(module.head.weight.grad, third)
-    assert module.head.bias.grad is not None
-    assert module.head.bias.grad.dtype is torch.bfloat16
+def test_a_window_goes_on_with_sums_of_their_dtype(tmp_path: Path) -> None:
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.fit_loop.epoch_loop.batch_idx == 0:  # in the middle of a window
+                assert module.head.weight.grad.dtype is torch.float32
+                trainer.save_checkpoint(tmp_path / "inside.ckpt")
+
+    def fit(**resumes: Any) -> Any:
+        seed_everything(3, verbose=False)
+        module = _Chosen(optim.HostAdamW)
+        trainer = make_trainer(
+            tmp_path,
+            strategy=RoundPipeStrategy(num_microbatches=2, dry_run=False, gradient_dtype="fp32"),
+            precision="bf16-true",
+            accumulate_grad_batches=2,
+            max_epochs=1,
+            callbacks=[] if resumes else [Saves()],
+        )
+        trainer.fit(module, regression_data(16, batch_size=4), **resumes)
+        return module
+
+    whole = fit()
+    assert same_bits(fit(ckpt_path=tmp_path / "inside.ckpt"), whole)
 
 
 def test_parameters_are_put_back(tmp_path: Path) -> None:
