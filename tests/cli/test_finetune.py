@@ -135,6 +135,12 @@ def compose_experiment(name: str, folder: Path, *overrides: str) -> Any:
     return composed("train", f"experiment={name}", *SMALL, f"paths.output_dir={folder}", *overrides)
 
 
+@pytest.mark.suite(
+    "chat_lora-overrides0-metrics0",
+    "dpo-overrides1-metrics1",
+    "classification-overrides5-metrics5",
+    "text_full-overrides6-metrics6",
+)
 @pytest.mark.parametrize(
     ("name", "overrides", "metrics"),
     [
@@ -251,6 +257,7 @@ def test_a_base_in_four_bits_counts_as_what_it_stands_for(tmp_path: Path) -> Non
     assert 4 < figures["val_loss"] < 6
 
 
+@pytest.mark.suite("dora", "prefix")
 @pytest.mark.parametrize("choice", ["dora", "rslora", "ia3", "prompt", "prefix", "p_tuning"])
 def test_every_choice_trains(tmp_path: Path, choice: str) -> None:
     figures = train_small(tmp_path, f"peft={choice}", "trainer.max_steps=2", "logger=none")

@@ -153,6 +153,7 @@ def test_a_saved_plan_is_used_again(tmp_path: Path) -> None:
     assert again["loss_last"] == first["loss_last"]
 
 
+@pytest.mark.suite("default", "fast_dev_run")
 @pytest.mark.parametrize("debug", ["default", "fast_dev_run", "limit", "overfit", "profiler"])
 def test_debugging_presets_run(tmp_path: Path, debug: str) -> None:
     if debug in ("overfit", "profiler"):

@@ -50,6 +50,16 @@ def test_every_file_is_counted() -> None:
     assert {path.stem for path in CONF.glob("*.yaml")} == {*PUBLISHED, "hub"}
 
 
+@pytest.mark.suite(
+    "gemma3_4b-published4",
+    "gpt_oss_20b-published6",
+    "llama3_1_8b-published8",
+    "mistral_7b-published12",
+    "phi4-published15",
+    "qwen3_0_6b-published16",
+    "qwen3_30b_a3b-published20",
+    "tiny-published24",
+)
 @pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
 def test_the_parameters_are_those_published(name: str, published: tuple[str, int]) -> None:
     source = load(name)

@@ -56,6 +56,15 @@ def compose_recipe(folder: Path, recipe: str, *overrides: str, name: str = "trai
     return composed(name, f"paths.output_dir={folder}", *given)
 
 
+@pytest.mark.suite(
+    "qwen3_0_6b/full",
+    "qwen3_0_6b/lora",
+    "qwen3_0_6b/qlora",
+    "qwen3_0_6b/dpo",
+    "qwen3_0_6b/kto",
+    "gemma3_4b/vision",
+    "gpt_oss_20b/lora",
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_is_complete(recipe: str, tmp_path: Path) -> None:
     config = compose_recipe(tmp_path, recipe, "hardware=rtx4090x4")

@@ -114,6 +114,7 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
 }
 
 
+@pytest.mark.suite("dict", "object", "deque", "second place")
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_outputs_in_containers(kind: str) -> None:
     wrap, key = CONTAINERS[kind]
@@ -416,6 +417,9 @@ def test_every_kind(name: str) -> None:
     check_kind(name, cpu_workers(2), tolerance=0.0)
 
 
+@pytest.mark.suite(
+    "diffusion transformer", "residual network with running statistics", "encoder-decoder"
+)
 @pytest.mark.parametrize("name", ON_DEVICES)
 def test_kinds_on_devices(name: str) -> None:
     check_kind(name, emulated_workers(2), tolerance=1e-6)  # sums of a round are made on the device

@@ -157,6 +157,7 @@ ENCODER = [f"encoder.{i}" for i in range(3)]
 DECODER = [f"decoder.{i}" for i in range(4)]
 
 
+@pytest.mark.suite("1")
 @pytest.mark.parametrize("main", [0, 1])
 def test_an_encoder_and_a_decoder(main: int) -> None:
     check(encoder_decoder, names=ENCODER + DECODER, main=main, cuts=[3])
@@ -280,6 +281,7 @@ GLUE: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.suite("mixed", "detached", "branch", "indexing")
 @pytest.mark.parametrize("kind", GLUE)
 def test_kinds_of_glue(kind: str) -> None:
     def call(view: Any, batch: Any, index: int) -> Any:

@@ -157,6 +157,11 @@ def test_buffers_that_an_evaluation_writes(workers: Workers, mode: Mode) -> None
         assert not mine.is_inference()
 
 
+@pytest.mark.suite(
+    "qwen3-emulated_workers-inference_mode",
+    "gemma2-cpu_workers-no_grad",
+    "gpt2-cpu_workers-no_grad",
+)
 @pytest.mark.parametrize(
     ("workers", "mode"), [(cpu_workers, torch.no_grad), (emulated_workers, torch.inference_mode)]
 )

@@ -114,6 +114,7 @@ def test_whole_gradients_of_the_head_do_not_wait_for_the_embedding(
     assert sorted(map(len, rows)) == sorted(map(len, used))
 
 
+@pytest.mark.suite("tied")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_with_the_same_rounds_the_number_of_workers_changes_no_bit(tied: bool) -> None:
     module, batches = tiny_causal_lm("qwen3", tied=tied), token_batches(4)
@@ -185,6 +186,7 @@ def test_what_has_been_handed_out_is_let_go() -> None:
     assert not [gradient for gradient in kept if gradient() is not None]
 
 
+@pytest.mark.suite("2-2", "4-4")
 @pytest.mark.parametrize(("round_size", "team_size"), [(4, 2), (2, 2), (4, 4)])
 def test_copies_of_a_team(round_size: int, team_size: int) -> None:
     module = Regressor()

@@ -276,6 +276,7 @@ class Words(Regressor):
         return functional.cross_entropy(self(batch).flatten(0, 1), batch.flatten())
 
 
+@pytest.mark.suite("tied-2", "untied-4", "sparse-1")
 @pytest.mark.parametrize("round_size", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["untied", "tied", "sparse"])
 def test_of_an_embedding_the_rows_that_were_used_are_sent(

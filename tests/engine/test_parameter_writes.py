@@ -187,6 +187,9 @@ def _foreach(slow: Tensor, mine: Tensor) -> None:
     torch._foreach_lerp_([slow], [mine], 0.5)
 
 
+@pytest.mark.suite(
+    "_lerp-emulated_workers", "_foreach-cpu_workers", "_assigned-cpu_workers", "_data-cpu_workers"
+)
 @pytest.mark.parametrize("devices", [emulated_workers, cpu_workers])
 @pytest.mark.parametrize("write", [_lerp, _data, _assigned, _foreach])
 def test_a_momentum_teacher_moves_once_in_a_step_that_runs_once(write: Any, devices: Any) -> None:

@@ -34,6 +34,7 @@ SIZES = ((2, 1), (1, 3), (3, 4), (4, 8))
 """Numbers of workers, and of microbatches."""
 
 
+@pytest.mark.suite("qwen3-tied", "gpt_oss-untied", "qwen3_moe-untied", "gemma2-untied", "gpt2-tied")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_causal_lm_equals_plain_loop(name: str, tied: bool) -> None:
@@ -123,6 +124,7 @@ def test_rounds_and_teams(
     )
 
 
+@pytest.mark.suite("qwen3-True", "gemma2-False", "gpt2-True")
 @pytest.mark.parametrize(
     ("name", "masked"),
     [*((name, True) for name in ARCHITECTURES), ("qwen3", False), ("gemma2", False)],

@@ -183,6 +183,17 @@ KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 
 
+@pytest.mark.suite(
+    "lora on all linear layers",
+    "dora",
+    "lora on a tied embedding",
+    "lora and the head",
+    "lora on experts",
+    "ia3",
+    "prompt tuning",
+    "prefix tuning",
+    "oft",
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_plain_pytorch(kind: str) -> None:
     make, config = KINDS[kind]

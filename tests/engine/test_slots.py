@@ -39,6 +39,7 @@ BLOCKS = 6
 WHOLE = Partition(forward=(2, 2), backward=(2, 2, 2))
 
 
+@pytest.mark.suite("2-resident0", "2-resident2", "1-resident1")
 @pytest.mark.parametrize("resident", [(), ((), (0, 3), (5,)), ((0, 1, 2, 3, 4, 5),) * 3])
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_slots_and_blocks_that_stay_change_no_bit(num_slots: int, resident: Any) -> None:

@@ -426,6 +426,12 @@ def actions_of(thing: Timeline | Plan) -> frozenset[Action]:
     return frozenset(entry.action for entry in thing.entries)
 
 
+@pytest.mark.suite(
+    "teams and rounds-emulated",
+    "two rounds-cpu",
+    "more workers than stages-cpu",
+    "one round-emulated",
+)
 @pytest.mark.parametrize("emulated", [True, False], ids=["emulated", "cpu"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_batches_in_flight_go_round_the_workers(name: str, *, emulated: bool) -> None:

@@ -193,6 +193,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.suite("in order", "own generator", "process's numbers", "sampler's state", "several")
 @pytest.mark.parametrize("name", LOADERS)
 def test_in_the_middle_of_an_epoch_without_loading_again(tmp_path: Path, name: str) -> None:
     resumed_everywhere(
@@ -217,6 +218,7 @@ PROCESSES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.suite("for all epochs", "fetched by the batch")
 @pytest.mark.parametrize("name", PROCESSES)
 def test_with_processes_that_draw_random_numbers(tmp_path: Path, name: str) -> None:
     resumed_everywhere(

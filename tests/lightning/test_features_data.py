@@ -46,6 +46,7 @@ class Combined(Regressor):
         self.log(only, functional.l1_loss(self(x), y), batch_size=len(x), add_dataloader_idx=False)
 
 
+@pytest.mark.suite("max_size_cycle-6-auto", "min_size-8-2", "max_size-8-1", "max_size-6-2")
 @pytest.mark.parametrize(
     ("mode", "other", "num_microbatches"),
     [
@@ -247,6 +248,15 @@ LIMITS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.suite(
+    "validation at shares of an epoch",
+    "validation every third batch",
+    "windows that end early",
+    "steps",
+    "a share of the batches again",
+    "no epoch",
+    "a development run",
+)
 @pytest.mark.parametrize("name", LIMITS)
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 def test_limits(tmp_path: Path, name: str) -> None:

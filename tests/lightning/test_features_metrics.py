@@ -112,6 +112,9 @@ def _compare(folder: Path, make: Callable[[], Any], *, kinds: Any, tolerance: fl
         assert_close(outcome.result, found[0].result, tolerance=tolerance)
 
 
+@pytest.mark.suite(
+    "a mixed collection-forward-3", "sums-update-3", "wrapper-forward-3", "tracker-forward-3"
+)
 @pytest.mark.parametrize(
     ("name", "call", "count"),
     [*((name, "forward", 3) for name in METRICS), ("sums", "forward", 1), ("sums", "update", 3)],

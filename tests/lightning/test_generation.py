@@ -138,6 +138,14 @@ CASES = [
 ]
 
 
+@pytest.mark.suite(
+    "qwen3-None-ways0",
+    "qwen3-lora-ways1",
+    "qwen3-prefix-ways3",
+    "gpt2-lora of no task-ways6",
+    "mamba-None-ways8",
+    "t5-None-ways9",
+)
 @pytest.mark.parametrize(("name", "adapters", "ways"), CASES)
 def test_tokens_are_those_of_plain_pytorch(
     tmp_path: Path, name: str, adapters: str | None, ways: list[str]
@@ -224,6 +232,7 @@ def check(tmp_path: Path, make: Callable[[], Any], config: Any, **options: Any) 
     )
 
 
+@pytest.mark.suite("lora", "prefix")
 @pytest.mark.parametrize("kind", KINDS)
 def test_trains_as_on_one_device(tmp_path: Path, kind: str) -> None:
     make, config = KINDS[kind]

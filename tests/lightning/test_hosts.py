@@ -259,6 +259,18 @@ def hosts() -> Iterator[Callable[[int], HostsAtWork]]:
         yield functools.cache(lambda num: stack.enter_context(HostsAtWork(num)))
 
 
+@pytest.mark.suite(
+    "2-sgd",
+    "2-adamw, clipped",
+    "2-padded, step",
+    "2-padded, blocks",
+    "2-accumulated, uploaded",
+    "2-muon",
+    "2-uneven",
+    "2-uneven, dropout",
+    "2-uploaded in 16 bits, used at times",
+    "3-padded, step",
+)
 @pytest.mark.parametrize(
     ("num", "name"), [*((2, name) for name in CASES), *((3, name) for name in _ON_THREE)]
 )
@@ -535,6 +547,9 @@ def stop_at(rank: int, folder: Path, hook: str, is_command: bool) -> tuple[int, 
     return trainer.global_step, interrupt.signal_number
 
 
+@pytest.mark.suite(
+    "on_train_start-1-False", "on_train_batch_start-2-True", "on_train_batch_end-3-False"
+)
 @pytest.mark.parametrize(
     ("hook", "step", "is_command"),
     [
@@ -843,6 +858,7 @@ def chain_of_resumes(
     }
 
 
+@pytest.mark.suite("8bit-file", "adamw-distributed")
 @pytest.mark.parametrize(
     ("kind", "form"),
     [("adamw", "file"), ("8bit", "file"), ("adamw", "distributed"), ("muon", "distributed")],
@@ -964,6 +980,7 @@ def save_and_go_on(rank: int, folder: Path, form: Any, full: int, reader: int) -
     return saves.said, saves.read or saves.after, saves.after, trainer.global_step
 
 
+@pytest.mark.suite("distributed-1--1", "file--1-0")
 @pytest.mark.parametrize(
     ("form", "full", "reader"),
     [("file", 0, -1), ("distributed", 1, -1), ("file", -1, 0), ("distributed", -1, 1)],

@@ -36,6 +36,7 @@ class _Hungry(Regressor):
         return regression_data(8)  # the scaler asks for one where there is a validation_step
 
 
+@pytest.mark.suite("EmulatedStrategy-1-4")
 @pytest.mark.parametrize(
     ("kind", "num_microbatches", "expected"),
     [(RoundPipeStrategy, 2, 8), (EmulatedStrategy, 1, 4)],  # microbatches of four

@@ -37,6 +37,7 @@ def fit(folder: Path, strategy: Any, module: LightningModule, data: Any, **flags
     return trainer
 
 
+@pytest.mark.suite("sgd-4-8", "adamw-2-auto", "sgd-1-1")
 @pytest.mark.parametrize(
     ("optimizer", "devices", "num_microbatches"),
     [("sgd", 1, 1), ("adamw", 1, 3), ("sgd", 2, "auto"), ("adamw", 2, "auto"), ("sgd", 4, 8)],

@@ -92,6 +92,7 @@ def _options(**given: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.suite("steps, a validation is due", "time", "steps of windows", "asked too early")
 @pytest.mark.parametrize("limit", LIMITS)
 def test_after_the_last_step(tmp_path: Path, limit: str) -> None:
     num_moments, given = LIMITS[limit]
@@ -194,6 +195,7 @@ class _Terminate(Callback):
         self.num_rows = len(trainer.logger.rows)
 
 
+@pytest.mark.suite("0-1", "4-2", "1-1")
 @pytest.mark.parametrize(("batch", "window"), [(0, 1), (1, 1), (2, 1), (4, 1), (0, 2), (4, 2)])
 def test_told_to_end_by_the_system(tmp_path: Path, batch: int, window: int) -> None:
     options = _options(max_epochs=2, val_check_interval=2, accumulate_grad_batches=window)

@@ -398,6 +398,17 @@ READERS: dict[str, Callable[[list[Tensor]], Any]] = {
 }
 
 
+@pytest.mark.suite(
+    "callback's on_train_batch_end",
+    "callback's on_train_batch_start",
+    "callback's on_validation_start",
+    "module's on_train_batch_end",
+    "module's on_after_batch_transfer",
+    "module's optimizer_step",
+    "hook of the step",
+    "collate function",
+    "loaders that are made anew",
+)
 @pytest.mark.parametrize("name", READERS)
 def test_whoever_reads_finds_finished_parameters(
     tmp_path: Path, name: str, slow_updates: None
@@ -773,6 +784,14 @@ class _InParts(Sum):
     kind = _CountsInGroup
 
 
+@pytest.mark.suite(
+    "async-1-_InParts-EmulatedStrategy-1",
+    "async-1-_Whole-Overlapping-1",
+    "async-1-Sum-Overlapping-2",
+    "exact-0-_Whole-EmulatedStrategy-2",
+    "exact-0-_InParts-Overlapping-2",
+    "exact-0-Sum-EmulatedStrategy-1",
+)
 @pytest.mark.parametrize(
     ("make", "kind", "window"),
     [
@@ -958,6 +977,7 @@ def test_the_second_copy_is_counted() -> None:
     assert saved == pytest.approx(2 * WIDTH)
 
 
+@pytest.mark.suite("norm-0.05-2", "value-0.01-1")
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.05), ("value", 0.01)])
 def test_clipping_is_that_of_one_device(
@@ -1011,6 +1031,7 @@ class Scales(Grouped):
         self.scales.append(plugin.loss_scale)
 
 
+@pytest.mark.suite("EmulatedStrategy-async", "Overlapping-exact")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first is skipped
 @pytest.mark.parametrize("update", ["exact", "async"])
 @pytest.mark.parametrize("strategy", [Overlapping, EmulatedStrategy])

@@ -158,6 +158,7 @@ WAYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.suite("plainly", "uploads of 16 bits, clipped")
 @pytest.mark.parametrize("name", ["plainly", "dropping out", "uploads of 16 bits, clipped"])
 def test_the_next_step_begins_before_the_backward_pass_ends(
     tmp_path: Path, watched: Watched, name: str
@@ -225,6 +226,7 @@ def plainly_stale(
     return module
 
 
+@pytest.mark.suite("2-plainly", "1-dropping out", "1-uploads of 16 bits, clipped")
 @pytest.mark.parametrize(
     ("window", "name"),
     [*((1, name) for name in WAYS), (2, "plainly")],
@@ -342,6 +344,7 @@ class HostScheduled(Scheduled):
     kind = HostAdamW
 
 
+@pytest.mark.suite("clipped")
 @pytest.mark.parametrize("flags", [NARROW, {**NARROW, **BY_NORM}], ids=["plainly", "clipped"])
 def test_an_optimizer_that_writes_what_is_uploaded(
     tmp_path: Path, watched: Watched, flags: dict[str, Any]
@@ -357,6 +360,7 @@ def test_an_optimizer_that_writes_what_is_uploaded(
     assert same_bits(*modules)
 
 
+@pytest.mark.suite("clipped, 16 bits")
 @pytest.mark.parametrize("flags", [{}, {**NARROW, **BY_NORM}], ids=["plainly", "clipped, 16 bits"])
 def test_a_checkpoint_and_a_resume_change_no_bit(
     tmp_path: Path, watched: Watched, flags: dict[str, Any]

@@ -329,6 +329,7 @@ def test_the_store_shrinks_with_the_bits(bits: int) -> None:
     assert sizes[1] / sizes[0] == pytest.approx(bits / 16 + scales, rel=0.02)
 
 
+@pytest.mark.suite("lora-4", "dora-8")
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_adapters_train_as_in_plain_pytorch(bits: int, options: dict[str, Any]) -> None:

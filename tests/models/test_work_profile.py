@@ -387,6 +387,15 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.suite(
+    "lora-settings1",
+    "ia3-settings5",
+    "prompt_tuning-settings6",
+    "prefix_tuning-settings7",
+    "adalora-settings12",
+    "ln_tuning-settings14",
+    "trainable_tokens-settings15",
+)
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # norms, by peft
 @pytest.mark.parametrize(("method", "settings"), METHODS)
 def test_every_method_is_measured(method: str, settings: dict[str, Any]) -> None:

@@ -220,6 +220,13 @@ def test_a_reward_model_scores_the_last_token_of_an_answer() -> None:
     torch.testing.assert_close(module.loss(scores), -torch.log(sigmoid).mean())
 
 
+@pytest.mark.suite(
+    "DirectPreferenceModule-None-step",
+    "DirectPreferenceModule-adapters3-blocks",
+    "OddsRatioModule-None-step",
+    "RewardModule-None-blocks",
+    "KahnemanTverskyModule-None-auto",
+)
 @pytest.mark.parametrize(
     ("kind", "adapters", "mode"),
     [

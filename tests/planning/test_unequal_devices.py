@@ -40,6 +40,7 @@ def planned(
     return plan_training(uniform_profile(24), hardware=spec, request=request)
 
 
+@pytest.mark.suite("speeds0-24-0-1-0.05", "speeds2-12-3-1-0.05", "speeds3-6-1-3-0.1")
 @pytest.mark.parametrize(
     ("speeds", "count", "team", "batches", "most_idle"),
     [
