@@ -1,6 +1,8 @@
 import importlib
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -42,9 +44,22 @@ def test_every_job_can_be_started_and_ends_in_time(
 def test_what_was_said_before_the_limit_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow = "import sys, time; print('{\"turn\": 0}', file=sys.stderr, flush=True); time.sleep(600)"
+    slow = """if True:
+        import pathlib, sys, time
+        print('{"turn": 0}', file=sys.stderr, flush=True)
+        pathlib.Path(sys.argv[1]).touch()
+        time.sleep(600)
+    """
+    said, wait = tmp_path / "said", subprocess.Popen.wait
+
+    def wait_until_said(process: Any, timeout: float | None = None) -> int:
+        while timeout == 0 and not said.exists():
+            time.sleep(0.01)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_until_said)
     jobs = (
-        Job(name="slow", arguments=("-c", slow), limit_seconds=5),
+        Job(name="slow", arguments=("-c", slow, str(said)), limit_seconds=0),
         Job(name="quick", arguments=("-c", "print('{\"found\": 1}')")),
     )
     monkeypatch.setattr(gpu_session, "JOBS", jobs)

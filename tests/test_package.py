@@ -7,8 +7,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 import roundpipe_lightning
 
 PUBLIC_NAMES = [
@@ -131,14 +129,10 @@ def test_public_names_are_pinned() -> None:
     assert sorted(roundpipe_lightning.__all__) == PUBLIC_NAMES
 
 
-@pytest.mark.parametrize("name", PUBLIC_NAMES)
-def test_public_names_exist_and_are_documented(name: str) -> None:
-    assert getattr(roundpipe_lightning, name).__doc__
-
-
-@pytest.mark.parametrize("name", ["roundpipe_lightning", *MODULES])
-def test_every_module_says_what_it_is(name: str) -> None:
-    assert importlib.import_module(name).__doc__
+def test_public_names_exist_and_all_modules_are_documented() -> None:
+    named = {name: getattr(roundpipe_lightning, name) for name in PUBLIC_NAMES}
+    named |= {name: importlib.import_module(name) for name in ("roundpipe_lightning", *MODULES)}
+    assert [name for name, item in named.items() if not item.__doc__] == []
 
 
 def test_leak_check_fails_tests_that_leave_threads_and_files(tmp_path: Path) -> None:

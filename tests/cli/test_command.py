@@ -225,6 +225,7 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_message(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.soak  # the signal reaches a run in this process in test_callbacks.py
 def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(

@@ -504,6 +504,7 @@ def test_adapters_that_peft_cannot_make_without_weights_are_refused(tmp_path: Pa
         Job(config).answer()
 
 
+@pytest.mark.soak
 def test_an_answer_is_one_object_on_standard_output(tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -48,8 +48,11 @@ def _fit(folder: Path, strategy: Any, *, num_epochs: int, **options: Any) -> Reg
 
 
 @pytest.fixture
-def one_process() -> Iterator[None]:
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let DDP find a process group of this process alone, which needs no port; and end it."""
+    # Lightning's thread that looks after other processes, of which there are none, ends after 5 s.
+    launcher = "lightning.pytorch.strategies.launchers.subprocess_script"
+    monkeypatch.setattr(f"{launcher}._launch_process_observer", lambda *_: None)
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
