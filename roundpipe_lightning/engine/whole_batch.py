@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -199,29 +199,21 @@ class Evaluation:
         return self._here[tensor]
 
 
+@dataclass(eq=False)
 class ManualStep:
-    """One call of user code that steps its optimizers itself.
+    """One call of user code that steps its optimizers itself."""
 
-    Args:
-        blocks: What is on the device only while it runs.
-        apart: As of `Engine`.
-    """
+    module: nn.Module
+    _: KW_ONLY
+    blocks: Sequence[nn.Module]  # what is on the device only while it runs
+    device: Device
+    apart: Iterable[nn.Module] = ()  # as of `Engine`
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        blocks: Sequence[nn.Module],
-        device: Device,
-        apart: Iterable[nn.Module] = (),
-    ) -> None:
-        self._module = module
-        self._blocks = blocks
-        self.device = device
-        self.meeting = _MeetingPlace(module, device)
-        self.buffers = PlacedBuffers(device, keep_writes=True)
+    def __post_init__(self) -> None:
+        self.meeting = _MeetingPlace(self.module, self.device)
+        self.buffers = PlacedBuffers(self.device, keep_writes=True)
         self.proxies: dict[nn.Module, Any] = {}
-        self._classes = ViewClasses(apart)
+        self._classes = ViewClasses(self.apart)
         self._maker = self.new_maker(self.buffers.place, write=write_through)
 
     def new_maker(
@@ -248,10 +240,10 @@ class ManualStep:
                     block: make_proxy(
                         block, maker=maker, classes=self._classes, called=self._block_called
                     )
-                    for block in self._blocks
+                    for block in self.blocks
                 }
                 maker.add_stand_ins(self.proxies)
-                view = root_view(self._module, maker, lambda: device.torch_device)
+                view = root_view(self.module, maker, lambda: device.torch_device)
                 here = map_tensors(device.upload, batch)
                 with self.meeting:
                     output = call(view, here)

@@ -86,7 +86,7 @@ class Watched:
             cast(copies, values)
 
         def copies(updater: Updater, units: Sequence[UpdateUnit], *then: Any) -> None:
-            kept = updater._store.previous
+            kept = updater.store.previous
             self._written([kept[p] for unit in units for p in unit.parameters if p in kept], "keep")
             copy(updater, units, *then)
 

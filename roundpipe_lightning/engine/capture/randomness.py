@@ -22,6 +22,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -244,27 +245,21 @@ class StepDraws:
             return call()
 
 
+@dataclass(eq=False)
 class RandomStream:
-    """The random numbers of one microbatch, for blocks and user code alike.
+    """The random numbers of one microbatch, for blocks and user code alike."""
 
-    Args:
-        is_free_outside: Whether code outside the blocks draws from the default generators.
-    """
+    step_draws: StepDraws
+    _: KW_ONLY
+    step_seed: int
+    microbatch: int
+    generators: Callable[[], Sequence[torch.Generator]]
+    # whether code outside the blocks draws from the default generators
+    is_free_outside: bool = False
 
-    def __init__(
-        self,
-        draws: StepDraws,
-        *,
-        step_seed: int,
-        microbatch: int,
-        generators: Callable[[], Sequence[torch.Generator]],
-        is_free_outside: bool = False,
-    ) -> None:
-        self._step_draws = draws
-        self._is_free_outside = is_free_outside
+    def __post_init__(self) -> None:
         self.drops_out = True
-        self._seed = mix(step_seed, microbatch)
-        self._generators = generators
+        self._seed = mix(self.step_seed, self.microbatch)
         self._place = mix(self._seed, 0)
         self.num_draws = 0
         self._block: int | None = None
@@ -277,8 +272,8 @@ class RandomStream:
             func, args, kwargs = _without_dropout(func, args, kwargs)
         if not may_draw(func, args, kwargs):
             return func(*args, **kwargs)
-        if self._is_free_outside and self._block is None:
-            return self._step_draws.undisturbed(lambda: func(*args, **kwargs))
+        if self.is_free_outside and self._block is None:
+            return self.step_draws.undisturbed(lambda: func(*args, **kwargs))
         if is_called_from("torch.utils.checkpoint", within=_RUNNER):
             raise RandomnessError(
                 f"{func.__name__} draws random numbers under activation checkpointing, whose own "
@@ -288,23 +283,23 @@ class RandomStream:
         self.num_draws += 1
         given = kwargs.get("generator")
         if given is not None:
-            self._step_draws.num_draws += 1
+            self.step_draws.num_draws += 1
             self._check_given(given)
             return func(*args, **kwargs)
         seed = mix(self._place, self.num_draws)
         result = self._own.call(func, args, kwargs, seed=seed)
         if result is NotImplemented:
-            result = self._step_draws.draw(seed, self._generators(), lambda: func(*args, **kwargs))
+            result = self.step_draws.draw(seed, self.generators(), lambda: func(*args, **kwargs))
         return result
 
     def watched(self) -> AbstractContextManager[None]:
         """Run a backward pass, which should not draw, until the end of the context."""
-        return self._step_draws.watched(self._generators())
+        return self.step_draws.watched(self.generators())
 
     def draw_all(self, call: Callable[[], Any]) -> Any:
         self.num_draws += 1
         seed = mix(self._place, self.num_draws)
-        return self._step_draws.draw(seed, self._generators(), call)
+        return self.step_draws.draw(seed, self.generators(), call)
 
     def _check_given(self, generator: torch.Generator) -> None:
         """Let a block draw from a generator of its own only if the recompute finds it as it was."""

@@ -32,6 +32,7 @@ driver's turn: it is needed again for the calls below.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -47,30 +48,27 @@ from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 
+@dataclass(eq=False)
 class BackwardPass:
-    """The backward pass of one microbatch.
+    """The backward pass of one microbatch."""
 
-    Args:
-        collect: Called when the backward of a segment has ended, with the tensors whose graphs are
-            to come.
-    """
+    forward: ForwardPass
+    _: KW_ONLY
+    # called when the backward of a segment has ended, with the tensors whose graphs are to come
+    collect: Callable[[Sequence[Tensor]], None]
 
-    def __init__(
-        self, forward: ForwardPass, *, collect: Callable[[Sequence[Tensor]], None]
-    ) -> None:
-        self._forward = forward
-        self._collect = collect
-        self._turns, self._user = forward.turns, forward.user
-        self._segments, self._sources = forward.segments, forward.sources
-        self._gradients = forward.sources.gradients
+    def __post_init__(self) -> None:
+        self._turns, self._user = self.forward.turns, self.forward.user
+        self._segments, self._sources = self.forward.segments, self.forward.sources
+        self._gradients = self.forward.sources.gradients
 
     def run_backward(self, loss: Tensor, scale: Tensor) -> None:
         """Run it; a gradient of the loss is `scale`."""
-        segments, stop = self._segments, len(self._forward.calls)
-        self._forward.drop_turn()
+        segments, stop = self._segments, len(self.forward.calls)
+        self.forward.drop_turn()
         self._run_graph([loss], [scale], below=segments.number + 1)
         self._sources.fetch_gradients(segments.last.leaves)
-        self._collect(self._made_below(segments.number + 1))
+        self.collect(self._made_below(segments.number + 1))
         for number in range(segments.number, -1, -1):
             start = segments[number].start
             self.run_calls(start, stop)
@@ -96,7 +94,7 @@ class BackwardPass:
 
     def _taken(self) -> Iterator[Tensor]:
         """Tensors of user code that blocks or later segments have taken and that are to come."""
-        for call in self._forward.calls:
+        for call in self.forward.calls:
             yield from (t for t in call.arguments if t.requires_grad)
         for source in self._gradients:
             if isinstance(source, Tensor):
@@ -119,8 +117,8 @@ class BackwardPass:
         if roots:
             self._run_graph([t for t, _ in roots], [g for _, g in roots], below=number)
             self._sources.fetch_gradients(segment.leaves)
-            self._collect(self._made_below(number))
-        for call in self._forward.calls:
+            self.collect(self._made_below(number))
+        for call in self.forward.calls:
             if call.segment == number:
                 for value in call.values:
                     value.here = None
@@ -139,7 +137,7 @@ class BackwardPass:
     def _groups(self, start: int, stop: int) -> Iterator[list[BlockCall]]:
         """The groups of a range of calls, the last one first."""
         group: list[BlockCall] = []
-        for call in reversed(self._forward.calls[start:stop]):
+        for call in reversed(self.forward.calls[start:stop]):
             if call.is_recomputed:
                 group.insert(0, call)
                 if call.begins_group:
@@ -179,7 +177,7 @@ class BackwardPass:
         """Send what the next turn takes to its worker: gradients, and the values it begins with."""
         inputs = [
             value.host
-            for call in self._forward.calls
+            for call in self.forward.calls
             if call.position == position
             for value in call.inputs
             if value.host is not None
@@ -202,10 +200,10 @@ class BackwardPass:
                 value.here = None
         with torch.enable_grad():
             for call in group:
-                outcome = self._forward.run_block(call, resident, take=take)
+                outcome = self.forward.run_block(call, resident, take=take)
                 made.update(zip(call.values, (t for t, _ in outcome.tensors), strict=True))
         worker = self._turns.worker
-        worker.count_bytes(self._forward.boundary_bytes())
+        worker.count_bytes(self.forward.boundary_bytes())
         # A gradient found before goes first: sums then have the order of one plain backward.
         roots = [
             (tensor, self._gradients.pop(source))
@@ -228,11 +226,11 @@ class BackwardPass:
 class PieceBackward(BackwardPass):
     """The backward pass of a piece, told by the driver what to run."""
 
-    _forward: PieceForward
+    forward: PieceForward
 
     def run_range(self, start: int, stop: int, *, leaves: bool = True) -> None:
         """Run calls of the driver's numbers; then let others have the worker if it `leaves`."""
-        self.run_calls(*self._forward.range_of(start, stop))
+        self.run_calls(*self.forward.range_of(start, stop))
         if leaves and self._turns.is_active and not self._turns.is_last:
             self._turns.leave()
 
@@ -247,11 +245,11 @@ class PieceBackward(BackwardPass):
 class DriverBackward(BackwardPass):
     """The backward pass of the driver. Arguments as of `BackwardPass`."""
 
-    _forward: DriverForward
+    forward: DriverForward
 
     def run_calls(self, start: int, stop: int) -> None:
         """Run calls in all pieces, and join the gradients of what these have taken."""
-        forward, turns, board = self._forward, self._turns, self._forward.board
+        forward, turns, board = self.forward, self._turns, self.forward.board
         posted = [posted for posted in forward.posted if start <= posted.number < stop]
         if not posted:
             super().run_calls(start, stop)
@@ -288,17 +286,17 @@ class DriverBackward(BackwardPass):
             if isinstance(source, JoinedValue) and start <= source.call < stop:
                 whole = self._gradients.pop(source).take(worker)
                 for piece, part in source.cut(whole).items():
-                    sources = self._forward.board.forwards[piece].sources
+                    sources = self.forward.board.forwards[piece].sources
                     sources.add_gradient(source.part(piece), part, worker)
 
     def _run_segment(self, number: int) -> None:
-        for tensor, dim, parts in self._forward.slices.trained():
-            if self._segments.made_in(tensor) == number:
-                self._join(tensor, dim, parts)
+        for (tensor, dim), cut in self.forward.slices.items():
+            if tensor.requires_grad and self._segments.made_in(tensor) == number:
+                self._join(tensor, dim, cut.parts)
         super()._run_segment(number)
 
     def _join(self, tensor: Tensor, dim: int | None, parts: Sequence[Tensor]) -> None:
-        worker, board = self._turns.worker, self._forward.board
+        worker, board = self._turns.worker, self.forward.board
         found = [
             board.forwards[piece].sources.gradients.pop(part, None)
             for piece, part in enumerate(parts)
@@ -322,8 +320,7 @@ class DriverBackward(BackwardPass):
 
     def _taken(self) -> Iterator[Tensor]:
         yield from super()._taken()
-        for tensor, _, _ in self._forward.slices.trained():
-            yield tensor
+        yield from (tensor for tensor, _ in self.forward.slices if tensor.requires_grad)
 
 
 def _run_as_guest(piece: Any, *, number: int, start: int, stop: int) -> None:

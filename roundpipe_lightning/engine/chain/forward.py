@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -50,45 +51,38 @@ _CHECKPOINTED = (
 )
 
 
+@dataclass(eq=False)
 class ForwardPass:
-    """One microbatch's calls of blocks. Made in the microbatch's thread.
+    """One microbatch's calls of blocks. Made in the microbatch's thread."""
 
-    Args:
-        user: The user code around the blocks: it knows where tensors are.
-        compiler: Compiles blocks; None: they run as they are.
-        checks: Whether recomputes are compared with their forward pass on devices, too, which
-            then wait; where workers compute in host memory they always are.
-    """
+    turns: MicrobatchTurns
+    _: KW_ONLY
+    user: UserCode  # the user code around the blocks: it knows where tensors are
+    stacks: Sequence[BlockStack]
+    chain: Chain
+    backward: bool
+    compiler: BlockCompiler | None  # compiles blocks; None: they run as they are
+    # whether recomputes are compared with their forward pass on devices, too, which then wait;
+    # where workers compute in host memory they always are
+    checks: bool = False
 
-    def __init__(
-        self,
-        turns: MicrobatchTurns,
-        *,
-        user: UserCode,
-        stacks: Sequence[BlockStack],
-        chain: Chain,
-        backward: bool,
-        compiler: BlockCompiler | None,
-        checks: bool = False,
-    ) -> None:
-        self._checks = checks
-        self.turns = turns
-        self.user = user
+    def __post_init__(self) -> None:
         self.calls: list[BlockCall] = []
-        self.sources = Sources(user, turns)
+        self.sources = Sources(self.user, self.turns)
         self.segments = Segments(
-            self.calls, user=user, turns=turns, sources=self.sources, backward=backward
+            self.calls,
+            user=self.user,
+            turns=self.turns,
+            sources=self.sources,
+            backward=self.backward,
         )
-        user.check_gradient = self.segments.check_gradient
-        user.check_backward = self.segments.check_backward
-        user.side_outputs.on_use = self.segments.side_output_used
-        self._names = {b: n for s in stacks for b, n in zip(s.blocks, s.names, strict=True)}
-        self._following = following_blocks(stacks)
-        self._chain = chain
-        self._backward = backward
-        self._compiler = compiler
-        self._kept_operations = operations_kept(turns.plan.recompute)
-        stages = turns.plan.partition.stages()
+        self.user.check_gradient = self.segments.check_gradient
+        self.user.check_backward = self.segments.check_backward
+        self.user.side_outputs.on_use = self.segments.side_output_used
+        self._names = {b: n for s in self.stacks for b, n in zip(s.blocks, s.names, strict=True)}
+        self._following = following_blocks(self.stacks)
+        self._kept_operations = operations_kept(self.turns.plan.recompute)
+        stages = self.turns.plan.partition.stages()
         self._starts = {s.blocks.start for s in stages if s.kind is StageKind.BACKWARD}
         self._has_ended = False  # whether the user's code has
         self._position = 0
@@ -105,7 +99,7 @@ class ForwardPass:
         Among the arguments lazy tensors stand for what other blocks made.
         """
         self.turns.check_not_aborted()
-        is_off = self._backward and not torch.is_grad_enabled()
+        is_off = self.backward and not torch.is_grad_enabled()
         if self._has_ended or (is_off and is_called_from("torch.utils.checkpoint")):
             raise CaptureError(_CHECKPOINTED.format(self._names[block]))
         # The engine recomputes the block: what the user's checkpointing would have is not needed.
@@ -167,9 +161,9 @@ class ForwardPass:
         return position if position in self.turns.stage.blocks else None
 
     def _position_of(self, block: nn.Module) -> int | None:
-        gradient = self._backward and torch.is_grad_enabled()
-        return self._chain.find(
-            block, gradient=gradient if self._backward else None, start=self._position
+        gradient = self.backward and torch.is_grad_enabled()
+        return self.chain.find(
+            block, gradient=gradient if self.backward else None, start=self._position
         )
 
     def _prepare(
@@ -181,14 +175,14 @@ class ForwardPass:
         return position
 
     def _new_call(self, block: nn.Module, given: Given, position: int | None) -> BlockCall:
-        gradient = self._backward and torch.is_grad_enabled()
+        gradient = self.backward and torch.is_grad_enabled()
         in_graph = gradient and position is not None and not self.turns.in_forward_stage
         if in_graph and (self.segments.last.is_closed or not self.segments.last.is_fused):
             self.segments.open_next()
         cut = (
             self.segments.code_ran
             or (bool(self.calls) and self._following.get(self.calls[-1].block) is not block)
-            or (position is not None and self._chain.links[position].cut)
+            or (position is not None and self.chain.links[position].cut)
         )
         self.segments.code_ran = False
         self._drop_unheld()
@@ -227,12 +221,12 @@ class ForwardPass:
     def _ends_pass(self, call: BlockCall) -> bool:
         if call.position is None:
             return call.block not in self._following
-        return self._chain.ends_pass(call.position)
+        return self.chain.ends_pass(call.position)
 
     def _end_pass(self, call: BlockCall) -> None:
         """Go to where the user's code goes on, with a segment of its own."""
         self._end_forward()
-        if call.position is not None and call.position + 1 == len(self._chain):
+        if call.position is not None and call.position + 1 == len(self.chain):
             self.go_to_fused_stage()
             self.turns.enter()
         elif call.position is not None and call.position + 1 == self.turns.stage.blocks.stop:
@@ -364,7 +358,7 @@ class ForwardPass:
         if position is None:
             return worker.streamed(block, StageKind.FORWARD, refuses=self.user.refuses_writes)
         if self._stage is not stage:
-            links = self._chain.links[stage.blocks.start : stage.blocks.stop]
+            links = self.chain.links[stage.blocks.start : stage.blocks.stop]
             self._stage, self._blocks = stage, tuple(link.block for link in links)
         return nullcontext(worker.resident(stage, self._blocks, refuses=self.user.refuses_writes))
 
@@ -375,7 +369,7 @@ class ForwardPass:
 
         `take` brings a tensor to where the block computes.
         """
-        user, compiler, again = self.user, self._compiler, given is None
+        user, compiler, again = self.user, self.compiler, given is None
 
         def watched(taken: Sequence[Tensor]) -> AbstractContextManager[None]:
             watch = _watch(call, again=again)
@@ -403,7 +397,7 @@ class ForwardPass:
             if compiler is not None and resident.rounded.are_made_whole:
                 compiler.exclude(call.name, "it uses a weight where autocast does not round it")
         device = self.turns.worker.device
-        if self._checks or device.shares_host_memory:
+        if self.checks or device.shares_host_memory:
             call.check(outcome, device)
         for module, attribute, value in resident.take_writes():
             if again:
@@ -439,9 +433,9 @@ class ForwardPass:
 
     def close(self) -> None:
         """Break the circles of references, so that memory is free at once. Nothing works after."""
-        if self._compiler is not None:
+        if self.compiler is not None:
             for number in self.user.side_outputs.calls_with_leaves:
-                self._compiler.exclude(
+                self.compiler.exclude(
                     self.calls[number].name, "a tensor that it leaves beside its output is used"
                 )
         for call in self.calls:

@@ -86,7 +86,8 @@ class PostedCall:
     autocast: Sequence[Autocast]
     variables: Context
     writes: ModuleWrites  # what user code has written into the block's attributes
-    left: Sequence[tuple[nn.Module, str]]  # as of `CallForm`
+    form: CallForm
+    shadows: Sequence[Shadow]  # what its values are for a few rows, where that was tried
     begins_segment: bool  # whether it is the first call after a segment of user code
     # tensors that all pieces' parts are views of, and how often they were written into
     versions: Sequence[tuple[Tensor, int]]
@@ -112,7 +113,7 @@ class PostedCall:
     def clear(self) -> None:
         self.calls.clear()
         self.values.clear()
-        self.given, self.taken, self.versions = ((), {}), (), ()
+        self.given, self.taken, self.versions, self.shadows = ((), {}), (), (), ()
 
 
 Posted: TypeAlias = Callable[[Any], None]
@@ -185,9 +186,9 @@ class JoinedValue(Value):
     Args:
         first: What the driver has made.
         slot: Its number among what the call made.
-        dim: The dimension along which the pieces are joined; None: all have made the same.
 
     Attributes:
+        dim: The dimension along which the pieces are joined; None: all have made the same.
         sizes: Rows of every piece.
         shadow: Values for the first rows, while calls are checked.
     """
@@ -199,12 +200,12 @@ class JoinedValue(Value):
         first: Value,
         *,
         slot: int,
-        dim: int | None,
         board: PieceBoard,
         before_use: Callable[[], None],
     ) -> None:
-        self.dim, self.sizes = dim, tuple(posted.sizes)
-        self.shadow: Shadow | None = None
+        self.dim, self.sizes = posted.form.values[slot], tuple(posted.sizes)
+        # A try may count a number in an object (a cache's length) that the call leaves alone.
+        self.shadow: Shadow | None = next(iter(posted.shadows[slot : slot + 1]), None)
         self._slot = slot
         self._calls = posted.calls
         self._before_use = before_use
@@ -214,7 +215,7 @@ class JoinedValue(Value):
             owner,
             posted.calls[0],
             None,
-            form=_whole(first.form, dim, sum(self.sizes)),
+            form=_whole(first.form, self.dim, sum(self.sizes)),
             in_object=first.in_object,
         )
         self.host = JoinedBoundary(self, board)
@@ -289,28 +290,3 @@ def _whole(form: Form, dim: int | None, num_rows: int) -> Form:
     shape[dim] = num_rows
     like = torch.empty(shape, device="meta")
     return Form(like.shape, like.stride(), form.dtype, form.device)
-
-
-class Slices:
-    """Tensors of user code that blocks take, cut into pieces; each is cut once."""
-
-    def __init__(self) -> None:
-        self._cut: dict[tuple[Tensor, int | None], Cut] = {}
-
-    def of(self, tensor: Tensor, dim: int | None, sizes: Sequence[int]) -> Cut:
-        key = (tensor, dim)
-        if key not in self._cut:
-            bare = tensor.detach()
-            parts = [bare.detach() for _ in sizes] if dim is None else list(bare.split(sizes, dim))
-            for part in parts:
-                part.requires_grad_(tensor.requires_grad)
-            self._cut[key] = Cut(parts)
-        return self._cut[key]
-
-    def trained(self) -> Iterator[tuple[Tensor, int | None, Sequence[Tensor]]]:
-        for (tensor, dim), cut in self._cut.items():
-            if tensor.requires_grad:
-                yield tensor, dim, cut.parts
-
-    def clear(self) -> None:
-        self._cut.clear()

@@ -37,11 +37,11 @@ from roundpipe_lightning.engine.chain.block_outcome import Given, Outcome, run_b
 from roundpipe_lightning.engine.chain.forward import ForwardPass
 from roundpipe_lightning.engine.chain.joined import (
     CallForm,
+    Cut,
     JoinedValue,
     PieceBoard,
     PostedCall,
     Shadow,
-    Slices,
     piece_sizes,
 )
 from roundpipe_lightning.engine.chain.row_check import (
@@ -59,6 +59,9 @@ from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.planning.schedule.stages import StageKind
 
 Key: TypeAlias = tuple[Any, ...]
+
+_Found: TypeAlias = tuple[CallForm, Sequence[int], Sequence[Shadow]]
+"""The form of a call, the rows of every piece, and what the call gave for a few rows, if tried."""
 
 
 class WholeBatchWarning(UserWarning):
@@ -95,11 +98,12 @@ class CallForms:
 class PieceForward(ForwardPass):
     """Replays the driver's calls on one piece of the batch. Arguments as of `ForwardPass`."""
 
+    _posted: PostedCall  # the call that is replayed
+
     def __init__(self, *args: Any, piece: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._piece = piece
         self._numbers: list[int] = []  # of the driver's calls
-        self._posted: PostedCall | None = None
 
     def replay(self, posted: PostedCall) -> None:
         if not posted.sizes[self._piece]:
@@ -119,19 +123,15 @@ class PieceForward(ForwardPass):
             joined.note_pending(-1, [self._piece])
 
     def _position_of(self, block: nn.Module) -> int | None:  # noqa: ARG002
-        assert self._posted is not None, "a call is replayed"
         return self._posted.position
 
     def writes_within(self, block: nn.Module) -> ModuleWrites:  # noqa: ARG002
-        assert self._posted is not None, "a call is replayed"
         return self._posted.writes
 
     def left_attributes(self) -> Sequence[tuple[nn.Module, str]]:
-        assert self._posted is not None, "a call is replayed"
-        return self._posted.left
+        return self._posted.form.left
 
     def _handed_out(self, call: BlockCall, outcome: Outcome) -> None:  # noqa: ARG002
-        assert self._posted is not None, "a call is replayed"
         self._posted.calls[self._piece] = call
         for joined, value in zip(self._posted.values, call.values, strict=True):
             joined.watch(value, piece=self._piece)
@@ -156,12 +156,11 @@ class DriverForward(ForwardPass):
         super().__init__(*args, **kwargs)
         board.forwards[0] = self
         self.board = board
-        self.slices = Slices()
+        # tensors of user code that blocks take, cut into pieces along a dimension: each once
+        self.slices: dict[tuple[Tensor, int | None], Cut] = {}
         self.posted: list[PostedCall] = []
         self._forms = forms
         self._posted: PostedCall | None = None  # the call that is made
-        self._form: CallForm | None = None
-        self._shadows: Sequence[Shadow] | None = None
         self._unknown: Callable[[], None] | None = None  # says that a call has no form
         self._sources: dict[int, Source] = {}  # what the first piece takes for a given tensor
         self._passed: set[int | None] = set()  # positions whose BACKWARD turn will have ended
@@ -174,11 +173,11 @@ class DriverForward(ForwardPass):
     # ------------------------------------------------------------------------------- before a call
 
     def _prepare(self, block: nn.Module, given: Given, position: int | None) -> int | None:
-        self._sources, self._posted, self._form = {}, None, None
+        self._sources, self._posted = {}, None
         if self.board.num_pieces == 1:
             return self._in_turn(position)
         arguments, hold_objects = arguments_of(given)
-        gradient = self._backward and torch.is_grad_enabled()
+        gradient = self.backward and torch.is_grad_enabled()
         found = None
         if gradient or not hold_objects:  # a block writes into the object itself, a cache say
             found = self._form_of(block, given, arguments, position)
@@ -187,7 +186,7 @@ class DriverForward(ForwardPass):
                 if joined is not None:
                     self._sources[id(tensor)] = joined.materialize()
             return self._in_turn(position)
-        self._form, sizes = found
+        form, sizes, shadows = found
 
         def swap(tensor: Tensor, in_object: bool) -> Any:  # noqa: ARG001, FBT001 - a `Swap`
             joined = joined_in(tensor)
@@ -198,13 +197,13 @@ class DriverForward(ForwardPass):
                 return joined
             whole = self._whole(tensor)
             versions.append((whole, version_of(whole)))
-            cut = self.slices.of(whole, dims[id(tensor)], sizes)
+            cut = self._cut(whole, dims[id(tensor)], sizes)
             self._sources[id(tensor)] = cut.parts[0]
             return cut
 
         versions: list[tuple[Tensor, int]] = []
         from_pieces: list[JoinedValue] = []
-        dims = {id(a.tensor): d for a, d in zip(arguments, self._form.arguments, strict=True)}
+        dims = {id(a.tensor): d for a, d in zip(arguments, form.arguments, strict=True)}
         taken = Copies(swap).arguments(given)  # can begin a segment
         position = self._in_turn(position)
         self._posted = PostedCall(
@@ -220,10 +219,21 @@ class DriverForward(ForwardPass):
             autocast=autocast_now(),
             variables=copy_context(),
             writes=self.writes_within(block),
-            left=self._form.left,
+            form=form,
+            shadows=shadows,
             begins_segment=self.segments.last.start == len(self.calls),
         )
         return position
+
+    def _cut(self, tensor: Tensor, dim: int | None, sizes: Sequence[int]) -> Cut:
+        key = (tensor, dim)
+        if key not in self.slices:
+            bare = tensor.detach()
+            parts = [bare.detach() for _ in sizes] if dim is None else list(bare.split(sizes, dim))
+            for part in parts:
+                part.requires_grad_(tensor.requires_grad)
+            self.slices[key] = Cut(parts)
+        return self.slices[key]
 
     def _in_turn(self, position: int | None) -> int | None:
         """Return a position, or None where it has no turn: here, or in the backward pass.
@@ -254,12 +264,12 @@ class DriverForward(ForwardPass):
         given: Given,
         arguments: Sequence[Argument],
         position: int | None,
-    ) -> tuple[CallForm, Sequence[int]] | None:
-        """Return the form of a call and the rows of every piece; None: it takes the whole batch."""
+    ) -> _Found | None:
+        """Return how to cut a call; None: it takes the whole batch."""
         if not self.turns.in_forward_stage or not arguments:
             return None
         name, forms = self._names[block], self._forms
-        gradient = self._backward and torch.is_grad_enabled()
+        gradient = self.backward and torch.is_grad_enabled()
         writes = self.user.writes.within(block)
         modes = (*(m.training for m in block.modules()), *(w.get("training") for _, w in writes))
         key = (name, gradient, modes, *((a.tensor.dim(), a.tensor.dtype) for a in arguments))
@@ -271,7 +281,7 @@ class DriverForward(ForwardPass):
             return None
         sizes = None if form is None else self._sizes(arguments, form.arguments)
         if form is not None and sizes is not None:
-            return form, sizes
+            return form, sizes, ()
         return self._tried(key, block, given, arguments, position)
 
     def _tried(
@@ -281,7 +291,7 @@ class DriverForward(ForwardPass):
         given: Given,
         arguments: Sequence[Argument],
         position: int | None,
-    ) -> tuple[CallForm, Sequence[int]] | None:
+    ) -> _Found | None:
         for tensor, joined in arguments:  # what is looked at can end the turn
             if joined is None or joined.shadow is None:
                 self._whole(tensor)
@@ -297,13 +307,13 @@ class DriverForward(ForwardPass):
                 few = True
                 continue
             try:
-                form, self._shadows = self._check(block, given, arguments, dims, sizes, position)
+                form, shadows = self._check(block, given, arguments, dims, sizes, position)
             except NotByRowsError as error:
                 # Another guess that comes further says more than one that does not fit at all.
                 reason = str(error) if not reason or error.__cause__ is None else reason
                 continue
             forms.put(key, form, name=name, reason="")
-            return form, sizes
+            return form, sizes, shadows
         if not few:
             reason = reason or "no dimension of its arguments is the batch's"
             self._unknown = partial(forms.put, key, None, name=name, reason=reason)
@@ -329,11 +339,11 @@ class DriverForward(ForwardPass):
     # ------------------------------------------------------------------------------ after the call
 
     def _handed_out(self, call: BlockCall, outcome: Outcome) -> Any:
-        posted, form = self._posted, self._form
+        posted = self._posted
         if self._unknown is not None:  # it runs on the whole batch, where it might have raised, too
             self._unknown()
             self._unknown = None
-        if posted is None or form is None:
+        if posted is None:
             return super()._handed_out(call, outcome)
         posted.calls[0] = call
         posted.values += [
@@ -342,20 +352,13 @@ class DriverForward(ForwardPass):
                 posted,
                 value,
                 slot=slot,
-                dim=form.values[slot],
                 board=self.board,
                 before_use=self._before_use,
             )
             for slot, value in enumerate(call.values)
         ]
-        if self._shadows is not None:
-            # A try may count a number in an object (a cache's length) that the call leaves alone.
-            for joined, shadow in zip(posted.values, self._shadows, strict=False):
-                joined.shadow = shadow
-            self._shadows = None
-        for (module, name), joined in zip(
-            reversed(posted.left), reversed(posted.values), strict=False
-        ):
+        left = zip(reversed(posted.form.left), reversed(posted.values), strict=False)
+        for (module, name), joined in left:
             put(self.user.maker.view_of(module), name, joined.lazy())
             self._left[module, name] = joined
         self.posted.append(posted)
@@ -365,7 +368,7 @@ class DriverForward(ForwardPass):
         ends = self._ends_pass(call)
         if ends:
             self._end_pass(call)
-        is_last = ends and call.position is not None and call.position + 1 == len(self._chain)
+        is_last = ends and call.position is not None and call.position + 1 == len(self.chain)
         return outcome.handed_out(
             lambda slot, in_object: (
                 self.segments.for_user(posted.values[slot])
@@ -375,7 +378,7 @@ class DriverForward(ForwardPass):
         )
 
     def left_attributes(self) -> Sequence[tuple[nn.Module, str]]:
-        return () if self._posted is None else self._posted.left
+        return () if self._posted is None else self._posted.form.left
 
     def end_user_code(self) -> None:
         for (module, name), joined in self._left.items():
@@ -434,7 +437,7 @@ class DriverForward(ForwardPass):
                 block,
                 lambda take: self._run_shadow(block, resident, take, given),
                 resident.take_writes,
-                gradient=self._backward and torch.is_grad_enabled() and not self._forms.trusts_rows,
+                gradient=self.backward and torch.is_grad_enabled() and not self._forms.trusts_rows,
                 known=self._forms.by_calls,
             )
         if buffers:

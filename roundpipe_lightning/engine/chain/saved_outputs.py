@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor, TransferEndpoint
-from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 
 _NUM_SAMPLED = 64  # at least so many elements of each tensor are compared, or all there are
 
@@ -60,11 +58,18 @@ class KeptOutputs:
         It `stays` on the worker where the recompute is there, too, and there is room.
         """
         self._entries.clear()
-        with _Recorder(self._names, self._entries):
+
+        def record(func: Any, args: Any, kwargs: Any) -> Any:
+            result = func(*_for_a_graph(func, args), **kwargs)
+            outputs = list(result) if isinstance(result, tuple) else [result]
+            self._entries.append(_Entry(func, outputs, _versions(outputs)))
+            return result
+
+        with _Operations(self._names, record):
             yield
         here = worker.device.torch_device
         for entry in self._entries:
-            if [t._version for t in _tensors(entry.outputs)] != entry.versions:
+            if _versions(entry.outputs) != entry.versions:
                 entry.outputs = []  # the block has written into one since
             entry.outputs = [  # what an operation returns on the host (seeds, offsets) stays there
                 BoundaryTensor(output, worker, keeps=stays)
@@ -75,12 +80,29 @@ class KeptOutputs:
 
     @contextmanager
     def replayed(self, worker: TransferEndpoint) -> Iterator[None]:
-        """Give what was kept instead of running the operations, until the context ends."""
+        """Give what was kept, in the same order, instead of running the operations.
+
+        Until the context ends; what differs is run.
+        """
         outputs = (output for entry in self._entries for output in entry.outputs)
         boundaries = [output for output in outputs if isinstance(output, BoundaryTensor)]
         for boundary in boundaries:
             boundary.send_to(worker)
-        with _Replayer(self._names, self._entries, worker):
+        left = iter(self._entries)
+
+        def replay(func: Any, args: Any, kwargs: Any) -> Any:
+            nonlocal left
+            entry = next(left, None)
+            if entry is None or entry.operation is not func:
+                left = iter(())  # another way through the block: from here on all is run
+            elif entry.outputs:
+                outputs = [
+                    o.on(worker) if isinstance(o, BoundaryTensor) else o for o in entry.outputs
+                ]
+                return outputs[0] if len(outputs) == 1 else tuple(outputs)
+            return func(*args, **kwargs)
+
+        with _Operations(self._names, replay):
             yield
         for boundary in boundaries:
             boundary.release()
@@ -120,35 +142,6 @@ def _is_rounded(mine: Tensor, theirs: Tensor, dtypes: Iterable[torch.dtype]) -> 
     return torch.allclose(mine, theirs, rtol=0, atol=limit, equal_nan=True)
 
 
-class KeptState:
-    """Attributes and buffers that one call of a block writes over, kept for its recompute."""
-
-    def __init__(self) -> None:
-        self.attributes: ModuleWrites = []
-        self._buffers: list[tuple[nn.Module, str, BoundaryTensor | None]] = []
-
-    @contextmanager
-    def recorded(
-        self, block: nn.Module, resident: ResidentBlocks, pack: Callable[[Tensor], BoundaryTensor]
-    ) -> Iterator[None]:
-        """Keep what a block writes over until the context ends."""
-        with resident.watched(block) as (buffers, self.attributes):
-            yield
-        self._buffers = [
-            (module, name, None if value is None else pack(value))
-            for module, name, value in buffers
-        ]
-
-    @contextmanager
-    def replayed(self, resident: ResidentBlocks, worker: TransferEndpoint) -> Iterator[None]:
-        """Let the block see it until the context ends; `resident` is it on a worker."""
-        buffers, self._buffers = self._buffers, []
-        with resident.restored(
-            [(m, name, None if b is None else b.take(worker)) for m, name, b in buffers]
-        ):
-            yield
-
-
 @dataclass
 class _Entry:
     """Outputs of one run of an operation."""
@@ -159,54 +152,22 @@ class _Entry:
     versions: list[int]  # how often each tensor had been written into
 
 
-def _tensors(outputs: Sequence[Any]) -> list[Tensor]:
-    return [output for output in outputs if isinstance(output, Tensor)]
+def _versions(outputs: Sequence[Any]) -> list[int]:
+    return [output._version for output in outputs if isinstance(output, Tensor)]
 
 
-class _Recorder(TorchDispatchMode):
-    """Runs the named operations as a graph would need them, and records what they give."""
+class _Operations(TorchDispatchMode):
+    """Has operations of which outputs are kept run by a function; others run as they are."""
 
-    def __init__(self, names: frozenset[str], entries: list[_Entry]) -> None:
+    def __init__(self, names: frozenset[str], run: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names
-        self._entries = entries
+        self._names, self._run = names, run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _is_kept(func, self._names, args, kwargs):
-            return func(*args, **kwargs)
-        result = func(*_for_a_graph(func, args), **kwargs)
-        outputs = list(result) if isinstance(result, tuple) else [result]
-        self._entries.append(_Entry(func, outputs, [t._version for t in _tensors(outputs)]))
-        return result
-
-
-class _Replayer(TorchDispatchMode):
-    """Gives what was recorded, in the same order; what differs is run."""
-
-    def __init__(
-        self, names: frozenset[str], entries: Sequence[_Entry], worker: TransferEndpoint
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names
-        self._left = iter(entries)
-        self._worker = worker
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not _is_kept(func, self._names, args, kwargs):
-            return func(*args, **kwargs)
-        entry = next(self._left, None)
-        if entry is None or entry.operation is not func:
-            self._left = iter(())  # another way through the block: from here on all is run
-            return func(*args, **kwargs)
-        if not entry.outputs:
-            return func(*args, **kwargs)
-        outputs = [
-            output.on(self._worker) if isinstance(output, BoundaryTensor) else output
-            for output in entry.outputs
-        ]
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        if _is_kept(func, self._names, args, kwargs):
+            return self._run(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 def _is_kept(func: Any, names: frozenset[str], args: Any, kwargs: Any) -> bool:

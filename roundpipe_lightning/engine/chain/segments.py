@@ -16,14 +16,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
+from roundpipe_lightning.engine.capture.torch_functions import nodes_of
 from roundpipe_lightning.engine.chain.values import BlockCall, Source, Sources, Value
 from roundpipe_lightning.engine.worker.turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
@@ -55,29 +55,20 @@ class Segment:
     leaves: dict[Source, Tensor] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Segments:
-    """The user code of one microbatch between the blocks; the head segment is there at the start.
+    """The user code of one microbatch between the blocks; at the start the head segment alone."""
 
-    Args:
-        calls: The calls of blocks so far; grows while the user's code runs.
-    """
+    calls: Sequence[BlockCall]  # the calls of blocks so far; grows while the user's code runs
+    _: KW_ONLY
+    user: UserCode
+    turns: MicrobatchTurns
+    sources: Sources
+    backward: bool
 
-    def __init__(
-        self,
-        calls: Sequence[BlockCall],
-        *,
-        user: UserCode,
-        turns: MicrobatchTurns,
-        sources: Sources,
-        backward: bool,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.code_ran = False  # whether user code has computed since the last call
-        self._all = [Segment(start=0, first_node=0, is_fused=not turns.in_forward_stage)]
-        self._calls = calls
-        self._user = user
-        self._turns = turns
-        self._sources = sources
-        self._backward = backward
+        self._all = [Segment(start=0, first_node=0, is_fused=not self.turns.in_forward_stage)]
         self._thread = threading.get_ident()
 
     @property
@@ -95,9 +86,9 @@ class Segments:
         """Let what follows be a segment of its own."""
         self._all.append(
             Segment(
-                start=len(self._calls),
+                start=len(self.calls),
                 first_node=_next_node(),
-                is_fused=not self._turns.in_forward_stage,
+                is_fused=not self.turns.in_forward_stage,
             )
         )
 
@@ -128,7 +119,7 @@ class Segments:
             self.code_ran = True
             if value.segment is None and value.call >= self.last.start:
                 self.open_next()
-        with self._user.suspended():
+        with self.user.suspended():
             return self.for_user(value)
 
     def detached(self, value: Value) -> Tensor:
@@ -138,8 +129,8 @@ class Segments:
             CaptureError: If the value was put into an object, or its step has ended.
         """
         self._check_use(value)
-        with self._user.suspended():
-            return self._sources.here(value)
+        with self.user.suspended():
+            return self.sources.here(value)
 
     def _check_use(self, value: Value) -> None:
         if value.in_object:
@@ -149,9 +140,9 @@ class Segments:
                 "training do without the object (`use_cache=False` for transformers models)."
             )
         ended = not self._all
-        if not ended and (self._thread != threading.get_ident() or self._user.runs_a_block):
-            inside = self._user.runs_a_block
-            reader = f"block {self._calls[-1].name!r}" if inside else "another microbatch"
+        if not ended and (self._thread != threading.get_ident() or self.user.runs_a_block):
+            inside = self.user.runs_a_block
+            reader = f"block {self.calls[-1].name!r}" if inside else "another microbatch"
             raise CaptureError(USED_ELSEWHERE.format(value.block_name, reader))
         if ended or (value.here is None and value.host is None):
             raise CaptureError(
@@ -163,10 +154,10 @@ class Segments:
         """Return a value as part of the last segment's graph."""
         if value.segment == self.number and value.here is not None:
             tensor = value.here
-        elif self._backward:
-            tensor = self._sources.leaf(self.last.leaves, value)
+        elif self.backward:
+            tensor = self.sources.leaf(self.last.leaves, value)
         else:
-            tensor = self._sources.here(value)
+            tensor = self.sources.here(value)
         # User code may write into a block's output: a leaf would refuse, and others read it.
         return tensor.clone() if tensor.is_leaf else tensor
 
@@ -176,8 +167,8 @@ class Segments:
         That segment then runs backward before the call is recomputed, as for an output.
         """
         self.code_ran = True
-        if self._calls[call].segment is None and call >= self.last.start:
-            with self._user.suspended():
+        if self.calls[call].segment is None and call >= self.last.start:
+            with self.user.suspended():
                 self.open_next()
 
     def cut(self, tensor: Tensor) -> Tensor:
@@ -191,7 +182,7 @@ class Segments:
             return value.materialize() if torch.is_grad_enabled() else value.detached()
         if not torch.is_grad_enabled() or not self.is_earlier(tensor):
             return tensor
-        return self._sources.leaf(self.last.leaves, tensor)
+        return self.sources.leaf(self.last.leaves, tensor)
 
     def check_gradient(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Refuse `torch.autograd.grad` where a part of the graph is in the blocks.
@@ -201,7 +192,7 @@ class Segments:
         """
         if self.number == 0:
             return
-        nodes = _nodes([t.grad_fn for t in outputs], leaves=True)
+        nodes = set(nodes_of(outputs))
         reached = any(
             leaf.requires_grad and get_gradient_edge(leaf).node in nodes
             for leaf in self.last.leaves.values()
@@ -221,8 +212,8 @@ class Segments:
         Raises:
             CaptureError: If a part of the graph is in the blocks, or trained parameters get some.
         """
-        nodes = _nodes([t.grad_fn for t in tensors], leaves=True)
-        trained = self._user.leaves.values() if self._backward else ()
+        nodes = set(nodes_of(tensors))
+        trained = self.user.leaves.values() if self.backward else ()
         leaves = (*self.last.leaves.values(), *trained)
         if any(t.requires_grad and get_gradient_edge(t).node in nodes for t in leaves):
             raise CaptureError(
@@ -243,8 +234,8 @@ def share_a_graph(upper: Sequence[Tensor], lower: Sequence[Tensor]) -> bool:
     It does where user code carries a tensor past PyTorch's functions. Both graphs are then run
     backward, so the first run must not free what the second needs.
     """
-    below = _nodes([tensor.grad_fn for tensor in lower])
-    return bool(below) and not below.isdisjoint(_nodes([tensor.grad_fn for tensor in upper]))
+    below = {node for node in nodes_of(lower) if node.next_functions}
+    return not below.isdisjoint(nodes_of(upper))
 
 
 def rows_to_come(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[Tensor, Tensor]:
@@ -255,7 +246,7 @@ def rows_to_come(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[Tens
     rows: dict[Tensor, list[Tensor]] = {leaf: [] for leaf in leaves}
     for root in roots:
         rows.pop(root, None)
-    for node in _nodes([root.grad_fn for root in roots]):
+    for node in nodes_of(roots):
         for following, _ in node.next_functions:
             leaf = getattr(following, "variable", None)
             if leaf is None or leaf not in rows:
@@ -267,20 +258,6 @@ def rows_to_come(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[Tens
                 rows[leaf].append(node._saved_indices.flatten())  # noqa: SLF001
     none = torch.empty(0, dtype=torch.int64)
     return {leaf: torch.cat(found) if found else none for leaf, found in rows.items()}
-
-
-def _nodes(starts: Sequence[Any], *, leaves: bool = False) -> set[Any]:
-    """All autograd nodes that can be reached; those of the leaves, which keep nothing, if asked."""
-    found: set[Any] = set()
-    pending = [node for node in starts if node is not None]
-    while pending:
-        node = pending.pop()
-        if node not in found and (leaves or node.next_functions):
-            found.add(node)
-            pending.extend(
-                following for following, _ in node.next_functions if following is not None
-            )
-    return found
 
 
 def _next_node() -> int:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context, copy_context
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
@@ -33,7 +34,6 @@ from roundpipe_lightning.engine.chain.block_outcome import (
 from roundpipe_lightning.engine.chain.saved_outputs import (
     ChangedRecomputeWarning,
     KeptOutputs,
-    KeptState,
     Sample,
 )
 from roundpipe_lightning.engine.device.base import Device
@@ -133,38 +133,25 @@ Source: TypeAlias = Value | Tensor
 """Origin of a tensor that a block or a segment takes: another block's value, or user code."""
 
 
+@dataclass(eq=False)
 class BlockCall:
-    """A call of a block by the user's code, kept for the recompute.
+    """A call of a block by the user's code, kept for the recompute."""
 
-    Args:
-        position: Its position in the chain; None for a call that was not planned.
-        segment: Number of the segment whose graph it is part of; None if it keeps no graph.
-        writes: What the user's code has written into the block's attributes before.
-        source_of: Returns what is kept of a tensor among the arguments.
-    """
+    block: nn.Module
+    given: InitVar[Given]
+    _: KW_ONLY
+    name: str
+    number: int
+    position: int | None  # its position in the chain; None for a call that was not planned
+    gradient: bool
+    # number of the segment whose graph it is part of; None if it keeps no graph
+    segment: int | None
+    cut: bool
+    writes: ModuleWrites  # what the user's code has written into the block's attributes before
+    # returns what is kept of a tensor among the arguments
+    source_of: Callable[[Tensor | Value], Source]
 
-    def __init__(  # noqa: PLR0913 - all but two keyword-only
-        self,
-        block: nn.Module,
-        given: Given,
-        *,
-        name: str,
-        number: int,
-        position: int | None,
-        gradient: bool,
-        segment: int | None,
-        cut: bool,
-        writes: ModuleWrites,
-        source_of: Callable[[Tensor | Value], Source],
-    ) -> None:
-        self.block = block
-        self.name = name
-        self.number = number
-        self.position = position
-        self.gradient = gradient
-        self.segment = segment
-        self.cut = cut
-        self.writes = writes
+    def __post_init__(self, given: Given) -> None:
         self.values: list[Value] = []  # what the block made; set when it has run
         self.arguments: list[Tensor] = []  # tensors among the arguments that no block made
         self.inputs: list[Value] = []  # values of earlier blocks among them
@@ -174,19 +161,19 @@ class BlockCall:
         # modules and names of attributes that it leaves tensors in, the last of its values
         self.left: Sequence[tuple[nn.Module, str]] = ()
         self._given: Given | None = None
-        self._state = KeptState()
-        self._source_of = source_of
+        # buffers that it writes over, as its recompute finds them
+        self._buffers: list[tuple[nn.Module, str, BoundaryTensor | None]] = []
         self._sample: Sample | None = None
         self._idle_hooks: set[int] = set()
         self._autocast: list[Autocast] = []
         self._variables: Context | None = None
         self._versions: list[int] = []
-        if gradient:
+        if self.gradient:
             self._given = Copies(self._keep).arguments(given)
-        self.wanted: bool = gradient and (
+        self.wanted: bool = self.gradient and (
             any(value.needs_gradient for value in self.inputs)
             or any(tensor.requires_grad for tensor in self.arguments)
-            or any(parameter.requires_grad for parameter in block.parameters())
+            or any(parameter.requires_grad for parameter in self.block.parameters())
         )
         if self.is_recomputed:
             self._autocast, self._variables = autocast_now(), copy_context()
@@ -198,7 +185,7 @@ class BlockCall:
             self.inputs.clear()
 
     def _keep(self, tensor: Tensor | Value, in_object: bool) -> Source:  # noqa: FBT001 - a `Swap`
-        source = self._source_of(tensor)
+        source = self.source_of(tensor)
         if not isinstance(source, Value):
             self.arguments.append(source)
         elif not (in_object and source.in_object):
@@ -229,20 +216,23 @@ class BlockCall:
         resident: ResidentBlocks,
         pack: Callable[[Tensor], BoundaryTensor],
     ) -> Iterator[None]:
-        worker, kept = turns.worker, self.kept
+        kept = self.kept
         with (
-            self._state.recorded(self.block, resident, pack),
-            nullcontext() if kept is None else kept.recorded(worker, stays=turns.stays_here),
+            resident.watched(self.block) as (buffers, attributes),
+            nullcontext() if kept is None else kept.recorded(turns.worker, stays=turns.stays_here),
         ):
             yield
-        if self._state.attributes:
-            self.writes = [*self._state.attributes, *self.writes]
+        self._buffers = [(m, name, None if b is None else pack(b)) for m, name, b in buffers]
+        self.writes = [*attributes, *self.writes]
 
     @contextmanager
     def _replayed(self, turns: MicrobatchTurns, resident: ResidentBlocks) -> Iterator[None]:
         worker, kept = turns.worker, self.kept
+        buffers, self._buffers = self._buffers, []
         with (
-            self._state.replayed(resident, worker),
+            resident.restored(
+                [(m, name, None if b is None else b.take(worker)) for m, name, b in buffers]
+            ),
             nullcontext() if kept is None else kept.replayed(worker),
         ):
             yield
@@ -346,6 +336,7 @@ class BlockCall:
         return outcome
 
 
+@dataclass(eq=False)
 class Sources:
     """The tensors of one microbatch that go from turn to turn, and their gradients.
 
@@ -356,9 +347,10 @@ class Sources:
         gradients: Of what has been taken, as far as they were found.
     """
 
-    def __init__(self, user: UserCode, turns: MicrobatchTurns) -> None:
-        self._user = user
-        self._turns = turns
+    user: UserCode
+    turns: MicrobatchTurns
+
+    def __post_init__(self) -> None:
         self._boundaries: dict[Tensor, BoundaryTensor] = {}
         self._taken: dict[BoundaryTensor | JoinedBoundary, None] = {}  # in the present turn
         self.gradients: dict[Source, BoundaryTensor] = {}
@@ -368,7 +360,7 @@ class Sources:
 
         Where it `repeats`, a later turn takes it, too: its values are then kept on the host.
         """
-        worker = self._turns.worker
+        worker = self.turns.worker
         if isinstance(source, Value):
             if source.here is not None:
                 return source.here.detach()
@@ -378,8 +370,8 @@ class Sources:
             if not repeats and worker.device.holds(source):
                 return source.detach()
             # User code keeps it, too: it need not leave before somebody else asks for it.
-            maker = self._user.worker_of(source)
-            made = None if maker is worker or maker is None else self._turns.last_end(maker)
+            maker = self.user.worker_of(source)
+            made = None if maker is worker or maker is None else self.turns.last_end(maker)
             self._boundaries[source] = BoundaryTensor(source, maker, keeps=True, made=made)
         boundary = self._boundaries[source]
         if repeats:
@@ -391,15 +383,15 @@ class Sources:
 
         `for_next` says that the next turn takes it, and no other after that.
         """
-        maker, follower = self._user.worker_of(tensor), self._turns.next_worker
-        keeps = self._turns.stays_here
+        maker, follower = self.user.worker_of(tensor), self.turns.next_worker
+        keeps = self.turns.stays_here
         if for_next and maker is not None and follower is not None:
             keeps = keeps or follower.device.reaches(maker.device)
         return BoundaryTensor(tensor, maker, keeps=keeps)
 
     def send_ahead(self, boundaries: Iterable[BoundaryTensor | JoinedBoundary]) -> None:
         """End the turn: send what the next one is likely to take to its worker."""
-        worker = self._turns.next_worker
+        worker = self.turns.next_worker
         if worker is not None:
             for boundary in (*boundaries, *self._taken):
                 boundary.send_to(worker)

@@ -20,6 +20,7 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import permutations
 from typing import Any
 
@@ -190,34 +191,29 @@ class CompletionThread:
         self._thread.join(timeout_seconds)
 
 
+@dataclass(eq=False)
 class StreamEvent(Event):
-    """A moment on an accelerator's stream.
+    """A moment on an accelerator's stream."""
 
-    Args:
-        raw: The backend's event, recorded.
-        completions: Calls back for the events of the stream on which it was recorded.
-    """
-
-    def __init__(
-        self, raw: Any, *, name: str, device: torch.device, completions: CompletionThread
-    ) -> None:
-        self.raw = raw
-        self.name = name
-        self._device = device
-        self._completions = completions
+    raw: Any  # the backend's event, recorded
+    _: KW_ONLY
+    name: str
+    device: torch.device
+    # calls back for the events of the stream on which it was recorded
+    completions: CompletionThread
 
     @property
     def is_done(self) -> bool:
-        with torch.accelerator.device_index(self._device.index):
+        with torch.accelerator.device_index(self.device.index):
             return bool(self.raw.query())
 
     def wait(self) -> None:
         # A thread that has named no device would make its driver's context on device 0.
-        with torch.accelerator.device_index(self._device.index):
+        with torch.accelerator.device_index(self.device.index):
             self.raw.synchronize()
 
     def when_done(self, callback: Callback) -> None:
-        self._completions.watch(self, callback)
+        self.completions.watch(self, callback)
 
 
 class AcceleratorDevice(Device):

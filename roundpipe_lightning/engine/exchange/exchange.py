@@ -356,20 +356,18 @@ class Exchange:
             yield [part_of(size, chunk, num) for size in sizes]
 
 
+@dataclass(eq=False)
 class Traffic:
-    """The operations of a line, which tasks begin one after the other.
+    """The operations of a line, which tasks begin one after the other."""
 
-    Args:
-        hosts: All hosts.
-        line: Carries them.
-        what: Goes over it, for messages.
-    """
+    hosts: Hosts
+    line: Line
+    what: str  # goes over it, for messages
 
-    def __init__(self, hosts: Hosts, line: Line, what: str) -> None:
-        self._hosts, self._line, self._what = hosts, line, what
+    def __post_init__(self) -> None:
         self._free = threading.Semaphore(_ON_THE_WAY)
-        self._begins = ThreadPoolExecutor(1, thread_name_prefix=f"roundpipe-{what}")
-        self._ends = ThreadPoolExecutor(1, thread_name_prefix=f"roundpipe-{what}-arrive")
+        self._begins = ThreadPoolExecutor(1, thread_name_prefix=f"roundpipe-{self.what}")
+        self._ends = ThreadPoolExecutor(1, thread_name_prefix=f"roundpipe-{self.what}-arrive")
 
     def run(self, block: str, task: Callable[[Begin], Callable[[], T]]) -> Future[T]:
         """Begin operations.
@@ -396,10 +394,10 @@ class Traffic:
         self._ends.shutdown()
 
     def _run(self, block: str, task: Callable[[Begin], Callable[[], T]], result: Future[T]) -> None:
-        self._line.what = f"{self._what} of block {block}" if block else self._what
-        self._hosts.block = block or self._hosts.block
+        self.line.what = f"{self.what} of block {block}" if block else self.what
+        self.hosts.block = block or self.hosts.block
         try:
-            with self._line.kept_in_order():
+            with self.line.kept_in_order():
                 end = task(self._begin)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             result.set_exception(error)
@@ -416,15 +414,15 @@ class Traffic:
 
     def _arrive(self, taken: Taken, arrived: Arrived) -> None:
         try:
-            with suppress(BaseException), self._line.kept_in_order():  # `_end` raises it
-                self._line.check_in_order()
+            with suppress(BaseException), self.line.kept_in_order():  # `_end` raises it
+                self.line.check_in_order()
                 arrived(taken())
         finally:
             self._free.release()
 
     def _end(self, end: Callable[[], T], result: Future[T]) -> None:
         try:
-            self._line.check_in_order()
+            self.line.check_in_order()
             result.set_result(end())
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             result.set_exception(error)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -324,21 +324,21 @@ class _Leaves:
         return True
 
 
+@dataclass(eq=False)
 class Memory:
     """A flat buffer on a device, for the regions of blocks.
-
-    Args:
-        name: For messages, for example `slot 0 of worker 1`.
 
     Attributes:
         used_by: What is to end before something else is written into it.
     """
 
-    def __init__(self, device: Device, *, name: str) -> None:
-        self.name = name
+    device: Device
+    _: KW_ONLY
+    name: str  # for messages, for example `slot 0 of worker 1`
+
+    def __post_init__(self) -> None:
         self.used_by: tuple[Event, ...] = ()
         self.num_bytes = 0
-        self._device = device
         self._buffer: Tensor | None = None
         self._leaves: dict[tuple[Form, int], _Leaves] = {}
 
@@ -348,9 +348,9 @@ class Memory:
             self._leaves.clear()
             self._buffer, self.num_bytes = None, 0  # before the new one is there
             with torch.inference_mode(mode=False):  # an evaluation may be the first to come here
-                self._buffer = self._device.allocate(num_bytes)
+                self._buffer = self.device.allocate(num_bytes)
             self.num_bytes = num_bytes
-            self.used_by = (self._device.mark_event(f"{self.name} is new"),)
+            self.used_by = (self.device.mark_event(f"{self.name} is new"),)
 
     def bytes_at(self, offset: int, num_bytes: int) -> Tensor:
         assert self._buffer is not None, "it has grown"
@@ -387,20 +387,22 @@ class Memory:
         self.num_bytes = 0
 
 
+@dataclass(kw_only=True, eq=False)
 class Region:
     """Memory of a block on a worker."""
 
-    def __init__(self, *, memory: Memory, offset: int, layout: BlockLayout) -> None:
-        self.memory = memory
-        self.layout = layout
-        self._offset = offset
+    memory: Memory
+    offset: int
+    layout: BlockLayout
+
+    def __post_init__(self) -> None:
         self._leaves: tuple[nn.Parameter, ...] | None = None  # that were given last
         self._by_parameter: Mapping[nn.Parameter, nn.Parameter] = {}
         self._pieces: dict[tuple[bool, bool], Sequence[tuple[Tensor, Tensor]]] = {}
 
     def leaves(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """Return a leaf for each of the block's parameters, in their order."""
-        leaves = self.memory.leaves(self.layout.form, self._offset)
+        leaves = self.memory.leaves(self.layout.form, self.offset)
         if self._leaves is not leaves:  # made once: a tensor's hash is expensive
             self._leaves = leaves
             self._by_parameter = dict(zip(self.layout.parameters, leaves, strict=True))
@@ -416,7 +418,7 @@ class Region:
         pieces = self._pieces.get((trained_only, previous))
         if pieces is None:
             pieces = self._pieces[trained_only, previous] = [
-                (self.memory.bytes_at(self._offset + piece.offset, source.nbytes), source)
+                (self.memory.bytes_at(self.offset + piece.offset, source.nbytes), source)
                 for piece in self.layout.pieces
                 if piece.trained or not trained_only
                 for source in [piece.version(previous=previous)]

@@ -28,7 +28,7 @@ import heapq
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 
 from torch import Tensor
@@ -104,28 +104,20 @@ class _Chunk:
     is_last: bool
 
 
+@dataclass(eq=False)
 class TransferQueue:
-    """The copies of one direction of a worker. Its thread starts with the first job.
+    """The copies of one direction of a worker. Its thread starts with the first job."""
 
-    Args:
-        on_failure: Called, in the queue's thread, with an error in a copy and the job's name.
-        name: For messages, for example `upload queue of worker 1 (cuda:1)`.
-    """
+    device: Device
+    queue: CopyQueue
+    _: KW_ONLY
+    # called, in the queue's thread, with an error in a copy and the job's name
+    on_failure: Callable[[BaseException, str], None]
+    name: str  # for messages, for example `upload queue of worker 1 (cuda:1)`
 
-    def __init__(
-        self,
-        device: Device,
-        queue: CopyQueue,
-        *,
-        on_failure: Callable[[BaseException, str], None],
-        name: str,
-    ) -> None:
-        self.name = name
+    def __post_init__(self) -> None:
         self.num_bytes = 0  # bytes copied from or to the host since the beginning
         self.num_direct_bytes = 0  # bytes copied from other devices
-        self._device = device
-        self._queue = queue
-        self._on_failure = on_failure
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # there is work, or no more
         # Who waits for the end is not woken by every chunk: it would take Python's lock each time.
@@ -230,14 +222,14 @@ class TransferQueue:
 
     def _issue(self, job: Job) -> None:
         self._present = job.name
-        chunk, is_last = job.take_chunk(self._device.chunk_bytes)
+        chunk, is_last = job.take_chunk(self.device.chunk_bytes)
         if chunk is None:  # there was nothing to copy
             self._end(job)
             return
         dst, src = chunk
-        if self._queue is CopyQueue.UPLOAD and not job.is_direct:
-            src = _page_locked(src, self._device)
-        event = self._device.copy(dst, src, queue=self._queue, after=job.after)
+        if self.queue is CopyQueue.UPLOAD and not job.is_direct:
+            src = _page_locked(src, self.device)
+        event = self.device.copy(dst, src, queue=self.queue, after=job.after)
         self._in_flight.append(_Chunk(job=job, event=event, dst=dst, src=src, is_last=is_last))
         if is_last:
             job.event.stand_for(event)
@@ -269,7 +261,7 @@ class TransferQueue:
         job.event.set()
 
     def _fail(self, error: BaseException) -> None:
-        self._on_failure(error, f"{self.name}: {self._present}")
+        self.on_failure(error, f"{self.name}: {self._present}")
         self.abort()
         while self._in_flight:
             with contextlib.suppress(Exception):  # the device's further errors say no more

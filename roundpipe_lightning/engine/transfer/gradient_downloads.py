@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 import torch
@@ -49,19 +50,16 @@ _MOST_WAITING = 2  # times that something has landed which is not added up yet
 _MOST_SUM_THREADS = 4  # they use all of the memory's bandwidth; other cores are the optimizer's
 
 
+@dataclass(eq=False)
 class HostSums:
-    """The thread that sums what lands: the queue that has brought it goes on copying.
+    """The thread that sums what lands: the queue that has brought it goes on copying."""
 
-    Args:
-        pool: What lands lies there.
-        on_failure: Called, in that thread, with an error in a sum and what it is of.
-    """
+    pool: PinnedPool  # what lands lies there
+    _: KW_ONLY
+    # called, in that thread, with an error in a sum and what it is of
+    on_failure: Callable[[BaseException, str], None]
 
-    def __init__(
-        self, pool: PinnedPool, *, on_failure: Callable[[BaseException, str], None]
-    ) -> None:
-        self.pool = pool
-        self._on_failure = on_failure
+    def __post_init__(self) -> None:
         total = torch.get_num_threads()
         self._thread = ThreadPoolExecutor(1, "roundpipe-sums", initializer=_use_few_threads)
         self._thread.submit(int).result()
@@ -73,7 +71,7 @@ class HostSums:
             try:
                 add()
             except BaseException as error:  # noqa: BLE001 - raised from the Trainer's thread
-                self._on_failure(error, "sums of gradients on the host")
+                self.on_failure(error, "sums of gradients on the host")
 
         self._pending.append(self._thread.submit(execute))
 
@@ -150,6 +148,7 @@ def _with_rows(shape: torch.Size, rows: Tensor, values: Tensor) -> Tensor:
     return _sparse(shape, rows[None], values)
 
 
+@dataclass(eq=False)
 class GradientDownloads:
     """A worker's gradients on their way to the host, after each stage run.
 
@@ -157,20 +156,15 @@ class GradientDownloads:
     go as they are. Called by the thread whose turn it is, on whichever worker.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        *,
-        layouts: Layouts,
-        downloads: TransferQueue,
-        sums: HostSums,
-        worker: str,
-    ) -> None:
-        self._device = device
-        self._layouts = layouts
-        self._downloads = downloads
-        self._sums = sums
-        self._memory = Memory(device, name=f"gradient staging of {worker}")
+    device: Device
+    _: KW_ONLY
+    layouts: Layouts
+    downloads: TransferQueue
+    sums: HostSums
+    worker: str
+
+    def __post_init__(self) -> None:
+        self._memory = Memory(self.device, name=f"gradient staging of {self.worker}")
         self._views: dict[tuple[Form, ...], tuple[Tensor, ...]] = {}
         self._landed: Event = DoneEvent()
         self._outside_landed: Event = DoneEvent()
@@ -204,7 +198,7 @@ class GradientDownloads:
             Whether there were any; else nothing will land.
         """
         layouts = tuple(layout for layout, _ in blocks)
-        layout = self._layouts.of_gradients(layouts)
+        layout = self.layouts.of_gradients(layouts)
         leaves = [leaves[i] for layout_, leaves in blocks for i in layout_.form.trained]
         found = [(index, leaf.grad) for index, leaf in enumerate(leaves)]
         present = tuple(index for index, gradient in found if gradient is not None)
@@ -212,14 +206,14 @@ class GradientDownloads:
             return False
         views = self._views_of(tuple(one.form for one in layouts), layout.places)
         with torch.no_grad():
-            self._device.await_event(self._landed)
+            self.device.await_event(self._landed)
             torch._foreach_copy_(
                 [views[index] for index in present], [g for _, g in found if g is not None]
             )
         for leaf in leaves:
             leaf.grad = None
-        self._sums.await_room()
-        flat = self._sums.pool.take(layout.num_bytes)
+        self.sums.await_room()
+        flat = self.sums.pool.take(layout.num_bytes)
         gradients = FlatGradients(flat, layout=layout, present=present)
         gathered = self._memory.bytes_at(0, layout.num_bytes)
         self._landed = self._submit(
@@ -271,20 +265,20 @@ class GradientDownloads:
 
     def _copied(self, tensor: Tensor, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
         whole = tensor if fills_its_memory(tensor) else tensor.contiguous()
-        flat = self._sums.pool.take(whole.nbytes)
+        flat = self.sums.pool.take(whole.nbytes)
         copies.append((flat, bytes_of(whole)))
         return flat.view(whole.dtype).as_strided(whole.shape, whole.stride())
 
     def _submit(
         self, made: str, copies: Sequence[tuple[Tensor, Tensor]], landed: Callable[[], None]
     ) -> Event:
-        return self._downloads.submit(
+        return self.downloads.submit(
             Job(
                 name="gradients",
                 priority=Priority.GRADIENTS,
                 pieces=copies,
-                after=[self._device.mark_event(made)],
-                done=lambda: self._sums.add_later(landed),
+                after=[self.device.mark_event(made)],
+                done=lambda: self.sums.add_later(landed),
             )
         )
 

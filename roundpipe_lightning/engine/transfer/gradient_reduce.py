@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -75,39 +75,35 @@ def add_to_grad(gradients: Mapping[Any, Tensor], *, share: float) -> None:
             parameter.grad = sums[parameter]
 
 
+@dataclass(eq=False)
 class FlatGradients:
-    """Gradients in one flat host buffer: they are added up without looking at each.
+    """Gradients in one flat host buffer: they are added up without looking at each."""
 
-    Args:
-        layout: What lies where.
-        present: Which of the layout's parameters have a gradient.
-    """
-
-    def __init__(self, flat: Tensor, *, layout: FlatLayout, present: tuple[int, ...]) -> None:
-        self.flat = flat
-        self._layout = layout
-        self._present = present
+    flat: Tensor
+    _: KW_ONLY
+    layout: FlatLayout  # what lies where
+    present: tuple[int, ...]  # which of the layout's parameters have a gradient
 
     def take(self, wanted: Collection[nn.Parameter]) -> Gradients:
         """Return copies of the gradients of some parameters, and leave these out from now on."""
         taken = {p: g.clone() for p, g in self.expanded().items() if p in wanted}
-        known = self._layout.parameters
-        self._present = tuple(index for index in self._present if known[index] not in taken)
+        known = self.layout.parameters
+        self.present = tuple(index for index in self.present if known[index] not in taken)
         return taken
 
     def expanded(self) -> Gradients:
         """Return the gradients by parameter: views of the buffer."""
-        layout = self._layout
+        layout = self.layout
         return {
             layout.parameters[index]: layout.places[index].within(self.flat, offset=0)
-            for index in self._present
+            for index in self.present
         }
 
     def add(self, other: FlatGradients) -> bool:
         """Add others, if they are of the same parameters; return whether they were."""
-        if self._layout is not other._layout or self._present != other._present:
+        if self.layout is not other.layout or self.present != other.present:
             return False
-        for dtype, start, stop in self._layout.spans:
+        for dtype, start, stop in self.layout.spans:
             self.flat[start:stop].view(dtype).add_(other.flat[start:stop].view(dtype))
         return True
 
@@ -291,35 +287,31 @@ class SharedGradients:
         return None if rows is None or not len(rows) else rows.unique()
 
 
+@dataclass(kw_only=True, eq=False)
 class GradientReducer:
     """All gradients of one step, on the host.
 
     Parameters that only one stage uses are summed over the microbatches. Those with several uses
     are summed per microbatch first.
-
-    Args:
-        num_stages: Number of FUSED and BACKWARD stages.
-        take: Given the sums of a stage's parameters that only this stage uses, as soon as they are
-            there, in the thread that brought the last part; returns those it wants to keep, which
-            `sums` leaves out.
-        shared: Parameters that are known to have uses elsewhere.
     """
 
-    def __init__(
-        self,
-        *,
-        num_microbatches: int,
-        num_stages: int,
-        take: TakeGradients | None = None,
-        shared: Iterable[nn.Parameter] = (),
-    ) -> None:
-        self._take = take
+    num_microbatches: int
+    num_stages: int  # number of FUSED and BACKWARD stages
+    # given the sums of a stage's parameters that only this stage uses, as soon as they are there,
+    # in the thread that brought the last part; returns those it wants to keep, which `sums` leaves
+    # out
+    take: TakeGradients | None = None
+    shared: Iterable[nn.Parameter] = ()  # parameters that are known to have uses elsewhere
+
+    def __post_init__(self) -> None:
         self._taken: set[nn.Parameter] = set()
-        self._elsewhere = set(shared)
-        self._stages = tuple(GradientAccumulator(num_microbatches) for _ in range(num_stages))
-        self._shared = SharedGradients(num_microbatches)
+        self._elsewhere = set(self.shared)
+        self._stages = tuple(
+            GradientAccumulator(self.num_microbatches) for _ in range(self.num_stages)
+        )
+        self._shared = SharedGradients(self.num_microbatches)
         self._whole: dict[nn.Parameter, int] = {}  # which microbatch brings all rows first
-        self._open = Countdown(num_stages + 1)
+        self._open = Countdown(self.num_stages + 1)
         self._lock = threading.Lock()
 
     def add_stage(
@@ -334,10 +326,10 @@ class GradientReducer:
         accumulator = self._stages[stage]
         if not accumulator.add(microbatches, gradients):
             return
-        if self._take is not None:
+        if self.take is not None:
             with self._lock:
                 alone = {p: g for p, g in accumulator.sums.items() if p not in self._elsewhere}
-            for parameter in self._take(alone, self._elsewhere) if alone else ():
+            for parameter in self.take(alone, self._elsewhere) if alone else ():
                 self._taken.add(parameter)
                 del accumulator.sums[parameter]
         self._open.count()
@@ -360,7 +352,7 @@ class GradientReducer:
 
         Before it adds gradients of that stage: so nothing comes after these that belongs to them.
         """
-        if self._take is not None:
+        if self.take is not None:
             with self._lock:
                 self._elsewhere.update(parameters)
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 import torch
@@ -146,6 +146,7 @@ class _Planned:
     weights: StageWeights | None = None  # from the beginning of its uploads to its end
 
 
+@dataclass(eq=False)
 class WeightPrefetcher:
     """The memory for weights of one worker, and what is uploaded into it.
 
@@ -153,24 +154,16 @@ class WeightPrefetcher:
     one. Messages call the blocks by their `names`.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        *,
-        layouts: Layouts,
-        store: HostStore,
-        uploads: TransferQueue,
-        uses: OutsideUses,
-        names: Mapping[nn.Module, str],
-        worker: str,
-    ) -> None:
-        self._device = device
-        self._layouts = layouts
-        self._store = store
-        self._uploads = uploads
-        self._uses = uses
-        self._names = names
-        self._worker = worker
+    device: Device
+    _: KW_ONLY
+    layouts: Layouts
+    store: HostStore
+    uploads: TransferQueue
+    uses: OutsideUses
+    names: Mapping[nn.Module, str]
+    worker: str
+
+    def __post_init__(self) -> None:
         self._slots: list[Memory] = []
         self._residents: dict[nn.Module, _Resident] = {}
         self._regions: dict[tuple[StageRun, int], Mapping[nn.Module, Region]] = {}  # and the slot
@@ -179,7 +172,7 @@ class WeightPrefetcher:
         self._num_begun = 0  # of these runs, whose uploads have begun
         self._number = 0  # of the run that computes, or computes next
         self._unplanned: StageWeights | None = None  # where runs are not known before
-        self._versions = store.versions  # that of the last step
+        self._versions = self.store.versions  # that of the last step
         self._step = 0  # of the last step, since none was in flight
         self._num_ended = 0  # steps, since none was in flight
         self._was_given_up = False
@@ -198,23 +191,23 @@ class WeightPrefetcher:
             self._slots.pop().clear()
         for number in range(num_slots):
             if number == len(self._slots):
-                self._slots.append(Memory(self._device, name=f"slot {number} of {self._worker}"))
+                self._slots.append(Memory(self.device, name=f"slot {number} of {self.worker}"))
             self._slots[number].grow(largest)
 
     def _slot_bytes(self, blocks: Iterable[nn.Module]) -> int:
         moving = (block for block in blocks if block not in self._residents)
-        return region_bytes([self._layouts.of(block).form.num_bytes for block in moving])
+        return region_bytes([self.layouts.of(block).form.num_bytes for block in moving])
 
     def _prepare_residents(self, blocks: Sequence[nn.Module]) -> None:
         """Give memory of their own to the blocks that stay, and take it from others."""
         for block, resident in list(self._residents.items()):
-            if block not in blocks or resident.region.layout is not self._layouts.of(block):
+            if block not in blocks or resident.region.layout is not self.layouts.of(block):
                 resident.region.memory.clear()
                 del self._residents[block]
         for block in blocks:
             if block not in self._residents:
-                layout = self._layouts.of(block)
-                memory = Memory(self._device, name=f"{self._names[block]} on {self._worker}")
+                layout = self.layouts.of(block)
+                memory = Memory(self.device, name=f"{self.names[block]} on {self.worker}")
                 memory.grow(layout.form.num_bytes)
                 self._residents[block] = _Resident(Region(memory=memory, offset=0, layout=layout))
 
@@ -250,18 +243,18 @@ class WeightPrefetcher:
         """
         with self._lock:
             if self._was_given_up:  # its uploads are over; what it computed may go on
-                free = self._device.mark_event(f"{self._worker} has given up a step")
+                free = self.device.mark_event(f"{self.worker} has given up a step")
                 for memory in self._memories:
                     memory.used_by = (free,)
                 self._was_given_up = False
-            self._versions = self._store.versions
+            self._versions = self.store.versions
             self._step = self._num_ended = 0
             self._runs = self._planned(runs if is_planned else ())
             self._number = self._num_begun = 0
             for resident in self._residents.values():
                 resident.begin_step()
             for planned in self._runs[:1]:
-                for parameter, is_first in self._uses.expected(planned.run.stage).items():
+                for parameter, is_first in self.uses.expected(planned.run.stage).items():
                     if is_first:
                         self._upload_outside(parameter, planned.versions, Priority.WEIGHTS)
             self._begin_next()
@@ -290,7 +283,7 @@ class WeightPrefetcher:
         There is room for them, and what stays need not change before them.
         """
         with self._lock:
-            self._versions, self._step = self._store.versions, self._step + 1
+            self._versions, self._step = self.store.versions, self._step + 1
             over = self._number - self._number % len(self._slots)  # each goes on with its slot
             self._runs = [*self._runs[over:], *self._planned(runs)]
             self._number, self._num_begun = self._number - over, self._num_begun - over
@@ -303,7 +296,7 @@ class WeightPrefetcher:
         with self._lock:
             self._num_ended += 1
             stages = {planned.run.stage for planned in self._runs[self._number :]}
-            wanted = {p for stage in stages for p in self._uses.expected(stage)}
+            wanted = {p for stage in stages for p in self.uses.expected(stage)}
             for parameter, copy in list(self._outside.items()):
                 if parameter not in wanted and copy.last_step < self._num_ended:
                     del self._outside[parameter]
@@ -365,7 +358,7 @@ class WeightPrefetcher:
         That is the compute launched so far, and uploads that no compute has waited for: its own,
         or where it has made none, those of a run before.
         """
-        free = self._device.mark_event(f"{self._worker} has left {weights.run.stage}")
+        free = self.device.mark_event(f"{self.worker} has left {weights.run.stage}")
         written = {weights.regions[block].memory for block in weights.uploaded}
         for memory in {region.memory for region in weights.regions.values()}:
             before = () if memory in written else (e for e in memory.used_by if not e.is_done)
@@ -397,7 +390,7 @@ class WeightPrefetcher:
             if block in self._residents:
                 regions[block] = self._residents[block].region
                 continue
-            layout = self._layouts.of(block)
+            layout = self.layouts.of(block)
             regions[block] = Region(memory=slot, offset=end, layout=layout)
             end += region_bytes([layout.form.num_bytes])
         if end > slot.num_bytes:
@@ -420,13 +413,13 @@ class WeightPrefetcher:
                 continue
             trained_only = resident is not None and resident.has_frozen_part
             weights.events[block] = self._submit(
-                f"weights of {self._names[block]}",
+                f"weights of {self.names[block]}",
                 weights.versions,
                 partial(region.pieces, trained_only=trained_only),
                 priority=priority,
                 after=(
                     *region.memory.used_by,
-                    *self._store.updates_of(self._store.parameters_of(block)),
+                    *self.store.updates_of(self.store.parameters_of(block)),
                 ),
             )
             if resident is not None:
@@ -449,11 +442,11 @@ class WeightPrefetcher:
             return pieces(previous=previous)
 
         job.opens = opens
-        return self._uploads.submit(job)
+        return self.uploads.submit(job)
 
     def _upload_outside_ahead(self) -> None:
         for number, planned in enumerate(self._runs[self._number : self._number + 2]):
-            for parameter in self._uses.expected(planned.run.stage):
+            for parameter in self.uses.expected(planned.run.stage):
                 copy = self._outside.get(parameter)
                 # The present run may still need other values than the next one.
                 if number == 0 or copy is None or copy.versions is planned.versions:
@@ -465,16 +458,16 @@ class WeightPrefetcher:
         copy = self._outside.get(parameter)
         if copy is not None and copy.versions is versions:
             return
-        source = self._store.upload_source(parameter)
+        source = self.store.upload_source(parameter)
         self._outside.pop(parameter, None)
         if source.is_inference() or not fills_its_memory(source):
             return
         with torch.inference_mode(mode=False):  # else the queue's thread could not write into it
-            flat = self._device.empty(torch.Size([source.nbytes]), torch.uint8)
+            flat = self.device.empty(torch.Size([source.nbytes]), torch.uint8)
             values = flat.view(source.dtype).as_strided(source.shape, source.stride())
 
         def pieces(*, previous: bool) -> Sequence[tuple[Tensor, Tensor]]:
-            version = self._store.previous.get(parameter, source) if previous else source
+            version = self.store.previous.get(parameter, source) if previous else source
             return [(flat, bytes_of(version.to(source.dtype)))]
 
         event = self._submit(
@@ -482,7 +475,7 @@ class WeightPrefetcher:
             versions,
             pieces,
             priority=priority,
-            after=self._store.updates_of([parameter]),
+            after=self.store.updates_of([parameter]),
         )
         self._outside[parameter] = _OutsideCopy(values=values, versions=versions, event=event)
 
@@ -499,10 +492,10 @@ class WeightPrefetcher:
                 present = self._runs[min(self._number, len(self._runs) - 1)]
                 versions, step = present.versions, present.step
                 if self._number < len(self._runs):
-                    self._uses.record(present.run.stage, parameter, is_first=is_first)
+                    self.uses.record(present.run.stage, parameter, is_first=is_first)
             self._upload_outside(parameter, versions, Priority.WEIGHTS)
             if parameter not in self._outside:  # memory with gaps: one by one
-                values = self._device.upload(self._store.value(parameter))
+                values = self.device.upload(self.store.value(parameter))
                 self._outside[parameter] = _OutsideCopy(
                     values=values, versions=versions, event=None
                 )

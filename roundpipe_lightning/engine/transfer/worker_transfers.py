@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from time import monotonic
 from typing import Any
@@ -80,45 +80,46 @@ class WorkerRuns:
     room_for: tuple[StageRun, ...] = ()
 
 
+@dataclass(eq=False)
 class WorkerTransfers:
     """All that moves between the host and one worker, which is called `worker` in messages."""
 
-    def __init__(
-        self,
-        device: Device,
-        *,
-        worker: str,
-        layouts: Layouts,
-        store: HostStore,
-        uses: OutsideUses,
-        sums: HostSums,
-        names: Mapping[nn.Module, str],
-        on_failure: Callable[[BaseException, str], None],
-    ) -> None:
-        self.pool = sums.pool
-        self._device = device
-        self._layouts = layouts
+    device: Device
+    _: KW_ONLY
+    worker: str
+    layouts: Layouts
+    store: HostStore
+    uses: OutsideUses
+    sums: HostSums
+    names: Mapping[nn.Module, str]
+    on_failure: Callable[[BaseException, str], None]
+
+    def __post_init__(self) -> None:
+        self.pool = self.sums.pool
         self.uploads, self.downloads = (
             TransferQueue(
-                device, queue, on_failure=on_failure, name=f"{queue.value} queue of {worker}"
+                self.device,
+                queue,
+                on_failure=self.on_failure,
+                name=f"{queue.value} queue of {self.worker}",
             )
             for queue in (CopyQueue.UPLOAD, CopyQueue.DOWNLOAD)
         )
         self.weights = WeightPrefetcher(
-            device,
-            layouts=layouts,
-            store=store,
+            self.device,
+            layouts=self.layouts,
+            store=self.store,
             uploads=self.uploads,
-            uses=uses,
-            names=names,
-            worker=worker,
+            uses=self.uses,
+            names=self.names,
+            worker=self.worker,
         )
         self.gradients = GradientDownloads(
-            device,
-            layouts=layouts,
+            self.device,
+            layouts=self.layouts,
             downloads=self.downloads,
-            sums=sums,
-            worker=worker,
+            sums=self.sums,
+            worker=self.worker,
         )
         self._prepared: tuple[WorkerRuns, int] | None = None
         self._waits: list[tuple[WaitedFor, Any, Any]] = []
@@ -129,9 +130,9 @@ class WorkerTransfers:
 
     def begin_step(self, step: WorkerRuns, *, is_planned: bool = True) -> None:
         """Make room, and begin the uploads of the first stage run; see `WeightPrefetcher`."""
-        if self._prepared != (step, self._layouts.version):
+        if self._prepared != (step, self.layouts.version):
             self._prepare(step)
-            self._prepared = (step, self._layouts.version)
+            self._prepared = (step, self.layouts.version)
         self._waits.clear()
         self._ended.clear()
         self._before = self._counted
@@ -139,7 +140,7 @@ class WorkerTransfers:
 
     def can_overlap(self, step: WorkerRuns) -> bool:
         """Return whether a step can begin while a planned one runs: its memory has been made."""
-        if self._prepared is None or self._prepared[1] != self._layouts.version:
+        if self._prepared is None or self._prepared[1] != self.layouts.version:
             return False
         present = self._prepared[0]
         return (
@@ -159,7 +160,7 @@ class WorkerTransfers:
     def _gradient_bytes(self, runs: Iterable[StageRun]) -> int:
         return max(
             (
-                sum(self._layouts.of(block).form.gradient_bytes for block in run.blocks)
+                sum(self.layouts.of(block).form.gradient_bytes for block in run.blocks)
                 for run in runs
                 if run.stage.kind is not StageKind.FORWARD
             ),
@@ -169,11 +170,11 @@ class WorkerTransfers:
     def await_event(self, event: Event, reason: WaitedFor) -> None:
         """Let the worker's compute wait, and note how long it did."""
         if event.is_done:
-            self._device.await_event(event)
+            self.device.await_event(event)
             return
-        before = self._device.mark()
-        self._device.await_event(event)
-        self._waits.append((reason, before, self._device.mark()))
+        before = self.device.mark()
+        self.device.await_event(event)
+        self._waits.append((reason, before, self.device.mark()))
 
     def send_gradients(
         self,
@@ -238,7 +239,7 @@ class WorkerTransfers:
         seconds = dict.fromkeys(WaitedFor, 0.0)
         waits = []
         for reason, before, after in self._ended.pop(step, ()):
-            span = (self._device.seconds(before), self._device.seconds(after))
+            span = (self.device.seconds(before), self.device.seconds(after))
             waits.append(span)
             seconds[reason] += span[1] - span[0]
         (up, down, direct), self._before = self._before, self._counted
@@ -256,8 +257,8 @@ class WorkerTransfers:
             queue.close()
         self.weights.clear()
         self.gradients.clear()
-        self._device.staging = None
-        self._device.close()
+        self.device.staging = None
+        self.device.close()
 
 
 class Transfers:

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -62,42 +62,34 @@ class NormClip:
         return gradient.mul_(self._factor)
 
 
+@dataclass(eq=False)
 class JointStep:
     """A step that all hosts make together. Its gradients come in any order.
-
-    Args:
-        members: Trained parameters that are stepped together, by unit, as their gradients come.
-        begins_early: Whether they come during the backward pass.
-        waits: Whether nothing may be stepped before the step is submitted.
-        adds_up: Whether `.grad` has gradients of earlier batches, which belong to it.
-        read_whole: As of `Given`.
 
     Attributes:
         number_of: In which of the units a parameter is.
         submitted: Done when the step is submitted.
     """
 
-    def __init__(
-        self,
-        step: CapturedStep,
-        members: Mapping[str, Sequence[Tensor]],
-        *,
-        begins_early: bool,
-        waits: bool,
-        adds_up: bool = False,
-        read_whole: Collection[Tensor] = (),
-    ) -> None:
-        self._read_whole, self._adds_up = read_whole, adds_up
+    step: CapturedStep
+    # trained parameters that are stepped together, by unit, as their gradients come
+    units: Mapping[str, Sequence[Tensor]]
+    _: KW_ONLY
+    begins_early: bool  # whether they come during the backward pass
+    waits: bool  # whether nothing may be stepped before the step is submitted
+    adds_up: bool = False  # whether `.grad` has gradients of earlier batches, which belong to it
+    read_whole: Collection[Tensor] = ()  # as of `Given`
+
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
         self._num_waiting, self._has_failed = 0, False
         self._awaited: int | None = None  # the unit that is taken, or was last
         self._is_second = True  # a batch before may not be over
-        self.step, self.begins_early = step, begins_early
-        self.names, self.members = tuple(members), tuple(members.values())
+        self.names, self.members = tuple(self.units), tuple(self.units.values())
         self.number_of = {p: number for number, some in enumerate(self.members) for p in some}
         self._share, self.submitted = Future[float](), Future[None]()
-        self._given = [Future[tuple[Mapping[Tensor, Tensor], bool]]() for _ in members]
-        if not waits:
+        self._given = [Future[tuple[Mapping[Tensor, Tensor], bool]]() for _ in self.members]
+        if not self.waits:
             self.submit()
 
     def submit(self) -> None:
@@ -159,11 +151,11 @@ class JointStep:
         with self._changed:
             self._num_waiting -= 1
             self._changed.notify_all()
-        if self._adds_up and not is_weighed:
+        if self.adds_up and not is_weighed:
             add_to_grad(gradients, share=share)
             gradients, share = grads_of(self.members[number]), 1.0
         return Given(
-            gradients=gradients if share else {}, share=share or 1.0, read_whole=self._read_whole
+            gradients=gradients if share else {}, share=share or 1.0, read_whole=self.read_whole
         )
 
     def fail(self, error: BaseException) -> None:

@@ -26,6 +26,7 @@ import copy
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -42,30 +43,25 @@ _OPTIONS_CHANGE = "its step changes the options of its groups by what their para
 _COUNTING = WeakSet[Optimizer]()  # those whose steps were seen to change their groups' options
 
 
+@dataclass(eq=False)
 class CapturedStep:
     """One step of an optimizer, captured while gradients and hyper-parameters change already.
-
-    Args:
-        optimizer: Whose step. Its parameters and its state are changed where a part is run.
-        gradients: Those to step with, as far as they are there; None: every parameter's `.grad`.
-        clip: Called with each gradient right before its part is run; changes it in place.
 
     Attributes:
         values_of: Gives what of a parameter is stepped, of its gradient's shape.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        gradients: Mapping[Tensor, Tensor] | None = None,
-        clip: Callable[[Tensor], Any] | None = None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.clip = clip
+    optimizer: Optimizer  # its parameters and its state are changed where a part is run
+    _: KW_ONLY
+    # those to step with, as far as they are there; None: every parameter's `.grad`
+    gradients: InitVar[Mapping[Tensor, Tensor] | None] = None
+    # called with each gradient right before its part is run; changes it in place
+    clip: Callable[[Tensor], Any] | None = None
+
+    def __post_init__(self, gradients: Mapping[Tensor, Tensor] | None) -> None:
         self.values_of: Callable[[Tensor], Tensor] = Tensor.detach
         self._groups = [
-            (list(group["params"]), _options(group)) for group in optimizer.param_groups
+            (list(group["params"]), _options(group)) for group in self.optimizer.param_groups
         ]
         self._places = {
             parameter: (index, position)
@@ -76,9 +72,9 @@ class CapturedStep:
         if gradients is None:
             gradients = {p: p.grad for p in self._places if p.grad is not None}
         self.give(gradients)
-        self._no_state = copy.copy(optimizer.state)
+        self._no_state = copy.copy(self.optimizer.state)
         self._no_state.clear()
-        self._step = plain_step(type(optimizer))
+        self._step = plain_step(type(self.optimizer))
         self._left = self._options_left() if is_foreign(self._step) else []
         self._is_counted = False
 

@@ -43,7 +43,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -149,43 +149,34 @@ RunUnit: TypeAlias = Callable[[UpdateUnit, CapturedStep], None]
 """Makes the update of a unit."""
 
 
+@dataclass(eq=False)
 class Updater:
     """Steps optimizers in parts, in a thread of its own. A context manager.
 
     One thread submits and joins: the Trainer's. Any thread may wait for the update of a parameter.
-
-    Args:
-        store: The parameters; the updater records their updates in it.
-        stale: Whether steps compute with the values from before the update that runs meanwhile.
-        run_unit: Makes the update of a unit; for benchmarks, which give it a duration.
-        exchange: Where other hosts train, too: every step is made together with them. The updater
-            closes it.
 
     Attributes:
         is_joined: Whether what was submitted last has been waited for.
         hosts: Makes steps together with other hosts; None where there are none.
     """
 
-    def __init__(
-        self,
-        store: HostStore,
-        units: Sequence[UpdateUnit],
-        *,
-        stale: bool = False,
-        run_unit: RunUnit = lambda unit, step: step.run(unit.parameters),
-        exchange: Exchange | None = None,
-    ) -> None:
+    store: HostStore  # the parameters; the updater records their updates in it
+    units: Sequence[UpdateUnit]
+    _: KW_ONLY
+    # whether steps compute with the values from before the update that runs meanwhile
+    stale: bool = False
+    # makes the update of a unit; for benchmarks, which give it a duration
+    run_unit: RunUnit = lambda unit, step: step.run(unit.parameters)
+    # where other hosts train, too: every step is made together with them. The updater closes it.
+    exchange: Exchange | None = None
+
+    def __post_init__(self) -> None:
         self.is_joined = True
-        self.hosts = None if exchange is None else HostsUpdate(exchange, store)
-        self._exchange = exchange
-        self._store = store
-        self._units = list(units)
-        self._stale = stale
-        self._run_unit = run_unit
+        self.hosts = None if self.exchange is None else HostsUpdate(self.exchange, self.store)
         # As many as this thread has: matrix products (Muon) have the same bits then.
         self._num_threads = torch.get_num_threads()
-        self._known = frozenset(units)
-        self._unit_of = {p: unit for unit in self._units for p in unit.parameters}
+        self._known = frozenset(self.units)
+        self._unit_of = {p: unit for unit in self.units for p in unit.parameters}
         self._changed = threading.Condition()
         self._events: dict[UpdateUnit, HostEvent] = {}  # the ends of their last updates
         self._num_parts: Counter[UpdateUnit] = Counter()  # of a unit, still to be made
@@ -211,14 +202,14 @@ class Updater:
                 `submit`.
             adds_up: As of `JointStep`.
         """
-        assert not self._stale, "a step computes with the values from before the update"
+        assert not self.stale, "a step computes with the values from before the update"
         step = CapturedStep(optimizer, gradients={})
         self._begun = BegunStep(step=step, num_before=self._num_put)
         if self.hosts is not None:
             self._begun.joint = self._join_hosts(
                 self.hosts, step, begins_early=True, waits=waits, adds_up=adds_up
             )
-        self._store.take_gradients = self._take
+        self.store.take_gradients = self._take
 
     def weigh(self, share: float | None) -> None:
         """Say that the batches before are over; and, if known, this host's share of the loss."""
@@ -239,8 +230,8 @@ class Updater:
         Else they are given to whoever asks for the step's, when all are there: a second set.
         """
         before, self._batch = self._batch, _AddedBatch()
-        if self._store.take_gradients in (None, before.add):
-            self._store.take_gradients = self._batch.add if adds else None
+        if self.store.take_gradients in (None, before.add):
+            self.store.take_gradients = self._batch.add if adds else None
 
     def _join_hosts(
         self,
@@ -254,7 +245,7 @@ class Updater:
         """Put a step that all hosts make; it waits for the gradients."""
         hosts.prepare(step.optimizer)
         trained = [p for p in step.parameters if p.requires_grad]
-        outside = self._store.shared | self._store.outside_blocks
+        outside = self.store.shared | self.store.outside_blocks
         units, last = list[UpdateUnit](), list[UpdateUnit]()
         for unit in self._in_order(trained):
             is_block = unit in self._known and outside.isdisjoint(unit.parameters)
@@ -269,7 +260,7 @@ class Updater:
             begins_early=begins_early,
             waits=waits,
             adds_up=adds_up,
-            read_whole=self._store.read_whole,
+            read_whole=self.store.read_whole,
         )
         self._put(partial(self._update_with_hosts, hosts, units, joint, num_early=num_early))
         return joint
@@ -280,7 +271,7 @@ class Updater:
         For who knows that these will be `.grad`: nothing is added to them, and no factor applied.
         """
         self._norms.clear()
-        self._store.take_gradients = self._measure
+        self.store.take_gradients = self._measure
 
     def norm_of(self, parameter: Tensor) -> Tensor:
         """Return the norm of a parameter's `.grad`; what was submitted must have been joined."""
@@ -296,9 +287,7 @@ class Updater:
         members = {p for group in optimizer.param_groups for p in group["params"]}
         known = members & self._unit_of.keys()
         return (
-            self._stale
-            and known <= self._store.previous.keys()
-            and all(map(fills_its_memory, known))
+            self.stale and known <= self.store.previous.keys() and all(map(fills_its_memory, known))
         )
 
     def defer(self, optimizer: Optimizer) -> None:
@@ -311,7 +300,7 @@ class Updater:
         step = CapturedStep(optimizer, gradients={})
         step.count()
         self._begun = BegunStep(step=step, num_before=self._num_put)
-        self._store.uses_previous = False
+        self.store.uses_previous = False
 
     def abandon(self, error: BaseException) -> int:
         """Make nothing more of the step that was begun, after an error in it.
@@ -320,7 +309,7 @@ class Updater:
             How many parameters have been updated already.
         """
         begun, self._begun = self._begun, None
-        self._store.take_gradients = None
+        self.store.take_gradients = None
         if begun is not None and begun.joint is not None and self.hosts is not None:
             self.hosts.give_up(begun.joint, error)
         with self._changed:
@@ -349,7 +338,7 @@ class Updater:
             Parameters whose gradients were taken before: a step was begun for them.
         """
         begun, self._begun = self._begun, None
-        self._store.take_gradients = None
+        self.store.take_gradients = None
         self._norms.clear()
         if self.hosts is not None:
             return self._submit_to_hosts(self.hosts, optimizer, begun=begun, clip=clip)
@@ -364,7 +353,7 @@ class Updater:
             for parameter in left:
                 parameter.grad = None
         units = self._in_order(left)
-        if not self._stale:
+        if not self.stale:
             self._announce(units, is_new=begun is None or not begun.taken)
         self._put(partial(self._update, units, step, begun=begun))
         return () if begun is None else begun.taken
@@ -398,16 +387,16 @@ class Updater:
         """Join, and have all values here of which other hosts own a part; all hosts call this."""
         self.join()
         if self.hosts is not None:
-            self.hosts.make_whole({unit.name: unit.parameters for unit in self._units})
+            self.hosts.make_whole({unit.name: unit.parameters for unit in self.units})
 
     def late_values(self) -> list[LatePart]:
         """Return the parameters that are here in part; joined before."""
-        return self.hosts.late_values([u.parameters for u in self._units]) if self.hosts else []
+        return self.hosts.late_values([u.parameters for u in self.units]) if self.hosts else []
 
     def stepped_whole(self) -> None:
         """Mark 16-bit copies as old: an optimizer was stepped in another way than here."""
-        if self._store.copies is not None:
-            self._store.copies.forget()  # compiled kernels write unseen
+        if self.store.copies is not None:
+            self.store.copies.forget()  # compiled kernels write unseen
 
     def keep(self, optimizers: Iterable[Optimizer], *, is_read: bool = False) -> None:
         """Copy what the optimizers are about to change: the next step computes with the copies.
@@ -416,18 +405,18 @@ class Updater:
         """
         self.join()
         if is_read:
-            versions = self._store.versions
-            self._put(partial(self._copy, self._in_order(self._store.previous), versions.switch))
+            versions = self.store.versions
+            self._put(partial(self._copy, self._in_order(self.store.previous), versions.switch))
             return
         changing = {
             p for o in optimizers for group in o.param_groups for p in group["params"]
         } & self._unit_of.keys()
-        missing = changing - self._store.previous.keys()
+        missing = changing - self.store.previous.keys()
         if missing:
-            self._store.keep_previous(missing)
-        units = self._in_order(self._store.previous)
+            self.store.keep_previous(missing)
+        units = self._in_order(self.store.previous)
         self._announce(units, is_new=True)
-        self._store.uses_previous = True
+        self.store.uses_previous = True
         self._put(partial(self._copy, units))
 
     def join(self) -> None:
@@ -458,45 +447,45 @@ class Updater:
     def latest(self) -> Iterator[None]:
         """Join, and have everybody compute with the newest values until the end of the context."""
         self.join()
-        before, self._store.uses_previous = self._store.uses_previous, False
+        before, self.store.uses_previous = self.store.uses_previous, False
         try:
             yield
         finally:
-            self._store.uses_previous = before
+            self.store.uses_previous = before
 
     def forget(self) -> None:
         """Join, and have the next step compute with the newest values: they came from elsewhere."""
         self.join()
-        self._store.uses_previous = False
+        self.store.uses_previous = False
 
     def previous_values(self) -> Mapping[nn.Parameter, Tensor]:
         """Return the values that the next step computes with, where they are not the newest."""
         self.join()
-        return self._store.previous if self._store.uses_previous else {}
+        return self.store.previous if self.store.uses_previous else {}
 
     def restore(self, previous: Mapping[nn.Parameter, Tensor]) -> None:
         """Make the next step compute with the values that `previous_values` returned."""
         self.join()
         if previous:
-            self._store.keep_previous(previous.keys())
+            self.store.keep_previous(previous.keys())
             for parameter, values in previous.items():
-                self._store.previous[parameter].copy_(values)
-            self._store.uses_previous = True
+                self.store.previous[parameter].copy_(values)
+            self.store.uses_previous = True
 
     def close(self) -> None:
         """Finish what was submitted and join the thread. An error nobody joined for is lost."""
         self._jobs.put(None)
         self._thread.join()
-        if self._exchange is not None:
-            self._exchange.close()  # what arrives afterwards would be in part again
+        if self.exchange is not None:
+            self.exchange.close()  # what arrives afterwards would be in part again
         if self.hosts is not None and self.hosts.round_rest():
             warnings.warn(
                 "The training has ended before its time: of the parameters this host has now only "
                 "16 bits where others own them. Load the last checkpoint.",
                 stacklevel=2,
             )
-        self._store.uses_previous = False
-        self._store.updates.clear()
+        self.store.uses_previous = False
+        self.store.updates.clear()
 
     def __enter__(self) -> Updater:
         return self
@@ -507,7 +496,7 @@ class Updater:
     def _in_order(self, parameters: Iterable[Tensor]) -> list[UpdateUnit]:
         chosen = dict.fromkeys(parameters)  # a set has another order on every host
         foreign = tuple(p for p in chosen if p not in self._unit_of)
-        units = [u for u in self._units if not chosen.keys().isdisjoint(u.parameters)]
+        units = [u for u in self.units if not chosen.keys().isdisjoint(u.parameters)]
         if foreign:
             name = "parameters that are not the module's"
             units.append(UpdateUnit(name=name, parameters=foreign))  # type: ignore[arg-type]
@@ -521,14 +510,14 @@ class Updater:
             for unit in (unit for unit in units if unit in self._known):
                 if not self._num_parts[unit]:
                     self._events[unit] = event = HostEvent(f"update of {unit.name}")
-                    self._store.updates.update(dict.fromkeys(unit.parameters, event))
+                    self.store.updates.update(dict.fromkeys(unit.parameters, event))
                 self._num_parts[unit] += 1
 
     def _forget_ended(self) -> None:
         """Forget updates that are over; parts of others may be in flight."""
-        for parameter, event in list(self._store.updates.items()):
+        for parameter, event in list(self.store.updates.items()):
             if event.is_done:
-                del self._store.updates[parameter]
+                del self.store.updates[parameter]
         self._events = {unit: event for unit, event in self._events.items() if not event.is_done}
 
     def _put(self, job: Callable[[], None]) -> None:
@@ -558,7 +547,7 @@ class Updater:
                 self._announce(self._in_order(members), is_new=is_new)
                 some = {p: mine[p] for p in members if p in mine}
                 begun.joint.give(number, some, is_weighed=False)
-                begun.joint.await_room(lambda: self._store.is_given_up)
+                begun.joint.await_room(lambda: self.store.is_given_up)
                 is_new = False
             begun.taken.update(mine)
             return [parameter for parameter in gradients if parameter in mine]
@@ -615,7 +604,7 @@ class Updater:
     def _update(
         self, units: Sequence[UpdateUnit], step: CapturedStep, *, begun: BegunStep | None
     ) -> None:
-        if self._stale and is_foreign(plain_step(type(step.optimizer))):
+        if self.stale and is_foreign(plain_step(type(step.optimizer))):
             # Nobody waits for a unit, and the step may count its calls where no trial can see it.
             every = tuple(p for unit in units for p in unit.parameters)
             units = [UpdateUnit(name="all parameters", parameters=every)]
@@ -635,7 +624,7 @@ class Updater:
             self._run_part(part, joint.step)
 
         def ended(number: int, copied: Mapping[Tensor, slice]) -> None:
-            self._store.received(units[number].parameters, copies=copied)
+            self.store.received(units[number].parameters, copies=copied)
             self._end_part(units[number])
 
         try:
@@ -646,13 +635,13 @@ class Updater:
 
     def _update_part(self, whole: UpdateUnit, unit: UpdateUnit, step: CapturedStep) -> None:
         self._run_part(unit, step)
-        self._store.updated(unit.parameters, by=step.optimizer)
-        if not self._stale:
+        self.store.updated(unit.parameters, by=step.optimizer)
+        if not self.stale:
             self._end_part(whole)
 
     def _run_part(self, unit: UpdateUnit, step: CapturedStep) -> None:
         try:
-            self._run_unit(unit, step)
+            self.run_unit(unit, step)
         except BaseException as error:
             kind = type(step.optimizer).__name__
             add_note(error, f"This happened while {kind} updated {unit.name!r}.")
@@ -661,7 +650,7 @@ class Updater:
     def _copy(self, units: Sequence[UpdateUnit], then: Callable[[], None] | None = None) -> None:
         for unit in units:
             for parameter in unit.parameters:
-                place = self._store.previous.get(parameter)
+                place = self.store.previous.get(parameter)
                 if place is not None:
                     place.copy_(parameter.detach())
             if then is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -51,29 +52,28 @@ _MOST_KEPT_BYTES = 2**20
 block leaves for others (attention weights), and does not read."""
 
 
+@dataclass(eq=False)
 class PlacedBuffers:
-    """The buffers of views on one device, and the way back for what the forward pass wrote.
+    """The buffers of views on one device, and the way back for what the forward pass wrote."""
 
-    Args:
-        keep_writes: Whether writes are the user's (forward) or an echo of them (recompute).
-        refuses: Whether there may be none: several microbatches would make them, in any order. They
-            are made in copies then.
-    """
+    device: Device
+    _: KW_ONLY
+    keep_writes: bool  # whether writes are the user's (forward) or an echo of them (recompute)
+    # whether there may be none: several microbatches would make them, in any order. They are made
+    # in copies then.
+    refuses: bool = False
 
-    def __init__(self, device: Device, *, keep_writes: bool, refuses: bool = False) -> None:
-        self._device = device
-        self._keep_writes = keep_writes
-        self._refuses = refuses
+    def __post_init__(self) -> None:
         self._placed: dict[Tensor, tuple[Tensor, int]] = {}
 
     def place(self, buffer: Tensor) -> Tensor:
         if buffer not in self._placed:
-            if not self._device.shares_host_memory:
+            if not self.device.shares_host_memory:
                 with torch.inference_mode(buffer.is_inference()):  # else nobody counts its writes
                     # another microbatch may write the buffer before the upload reads it
-                    placed = self._device.upload(self._device.snapshot(buffer))
+                    placed = self.device.upload(self.device.snapshot(buffer))
             else:
-                in_place = self._keep_writes and not self._refuses
+                in_place = self.keep_writes and not self.refuses
                 placed = buffer if in_place else buffer.clone()
             self._placed[buffer] = (placed, placed._version)
         return self._placed[buffer][0]
@@ -92,7 +92,7 @@ class PlacedBuffers:
         Raises:
             StepModeError: There was, and it is refused.
         """
-        if not self._keep_writes:
+        if not self.keep_writes:
             return False
         wrote = False
         for original, view in views.items():
@@ -101,7 +101,7 @@ class PlacedBuffers:
                 continue
             wrote |= self._copy_to_host([b for b in buffers.values() if b in self._placed])
             for name, value in self.assigned(original, view).items():
-                owner = self._device if owner_of is None or value is None else owner_of(value)
+                owner = self.device if owner_of is None or value is None else owner_of(value)
                 host = None if value is None else owner.download(value)
                 # One that appears (an index that is made when it is first asked for) is no write:
                 # every microbatch makes the same.
@@ -112,7 +112,7 @@ class PlacedBuffers:
                         self._check_allowed()
                         wrote = True
                     buffers[name] = host
-                if owner is self._device and buffers[name] is host and host is not None:
+                if owner is self.device and buffers[name] is host and host is not None:
                     self._placed[host] = (value, value._version)
             table.note_written_back()
         return wrote
@@ -159,7 +159,7 @@ class PlacedBuffers:
             return None, 0, None
         host: Any = original.__dict__["_buffers"].get(name)
         placed, version = self._placed.get(host, (None, 0))
-        if placed is here and here._version == version and not self._device.shares_host_memory:
+        if placed is here and here._version == version and not self.device.shares_host_memory:
             return here, version, here
         return here, here._version, here.clone()
 
@@ -196,59 +196,52 @@ class PlacedBuffers:
         self._check_allowed()
         for buffer in buffers:
             placed = self._placed[buffer][0]
-            if not self._device.shares_host_memory:
+            if not self.device.shares_host_memory:
                 with torch.no_grad():
-                    buffer.copy_(self._device.download(placed))
+                    buffer.copy_(self.device.download(placed))
             self._placed[buffer] = (placed, placed._version)
         return True
 
     def _check_allowed(self) -> None:
-        if self._refuses:
+        if self.refuses:
             raise StepModeError("the step writes into buffers (running statistics, for example)")
 
 
+@dataclass(eq=False)
 class ResidentBlocks:
-    """Blocks on a worker, with a leaf for every parameter.
+    """Blocks on a worker, with a leaf for every parameter."""
 
-    Args:
-        kind: What is done with them. What a BACKWARD stage's recompute writes is an echo.
-        weights: Those of their stage run, whose uploads are in flight; None: they are uploaded
-            here, where nothing is uploaded ahead.
-        refuses: As of `PlacedBuffers`.
-    """
+    kind: StageKind  # what is done with them. What a BACKWARD stage's recompute writes is an echo.
+    _: KW_ONLY
+    store: HostStore
+    device: Device
+    classes: ViewClasses
+    # those of their stage run, whose uploads are in flight; None: they are uploaded here, where
+    # nothing is uploaded ahead
+    weights: StageWeights | None = None
+    await_upload: Callable[[Event], None] | None = None
+    refuses: bool = False  # as of `PlacedBuffers`
 
-    def __init__(
-        self,
-        kind: StageKind,
-        *,
-        store: HostStore,
-        device: Device,
-        classes: ViewClasses,
-        weights: StageWeights | None = None,
-        await_upload: Callable[[Event], None] | None = None,
-        refuses: bool = False,
-    ) -> None:
-        self.kind = kind
-        self._weights = weights
-        self._await_upload = device.await_event if await_upload is None else await_upload
+    def __post_init__(self) -> None:
+        self._await_upload = (
+            self.device.await_event if self.await_upload is None else self.await_upload
+        )
         self.num_bytes = 0
-        self._store = store
-        self._device = device
         self._blocks: set[nn.Module] = set()
         self._microbatches: list[int] = []
         self._leaves: dict[nn.Parameter, nn.Parameter] = {}
         self._renewed: dict[nn.Parameter, int] = {}  # by `HostStore.rewritten`
-        self.rounded = RoundedLeaves(partial(store.whole_values, device=device))
+        self.rounded = RoundedLeaves(partial(self.store.whole_values, device=self.device))
         self._placed: dict[nn.Module, tuple[nn.Parameter, ...]] = {}  # in the order of the layout
-        keeps = kind is not StageKind.BACKWARD
-        self._buffers = PlacedBuffers(device, keep_writes=keeps, refuses=refuses)
+        keeps = self.kind is not StageKind.BACKWARD
+        self._buffers = PlacedBuffers(self.device, keep_writes=keeps, refuses=self.refuses)
         self._writes: list[tuple[nn.Module, str, Any]] = []
         self._overwritten: list[tuple[nn.Module, str, Any]] = []
         self._buffered: dict[nn.Module, list[nn.Module]] = {}  # a block's modules with buffers
         self._maker = ViewMaker(
             parameter=self._leaf,
             buffer=self._buffers.place,
-            classes=classes,
+            classes=self.classes,
             write=self._write,
             is_fixed=True,
         )
@@ -262,11 +255,11 @@ class ResidentBlocks:
         for block in blocks:
             if block not in self._blocks:
                 self._blocks.add(block)
-                if self._weights is None:
-                    for parameter, value in self._store.upload_block(block, self._device).items():
+                if self.weights is None:
+                    for parameter, value in self.store.upload_block(block, self.device).items():
                         self._add_leaf(parameter, value)
                 else:
-                    self._add_region(block, self._weights.regions[block])
+                    self._add_region(block, self.weights.regions[block])
                 self._buffered[block] = [m for m in block.modules() if m.__dict__["_buffers"]]
                 for module in self._buffered[block]:
                     for buffer in module.buffers(recurse=False):
@@ -274,10 +267,10 @@ class ResidentBlocks:
 
     def _add_region(self, block: nn.Module, region: Region) -> None:
         leaves = region.leaves()
-        if self._store.shared:  # another block here may have some of them, too
+        if self.store.shared:  # another block here may have some of them, too
             leaves = {p: self._leaves.get(p, leaf) for p, leaf in leaves.items()}
         self._leaves.update(leaves)
-        if self._store.copies is not None:
+        if self.store.copies is not None:
             self.rounded.add(leaves)
         self._placed[block] = tuple(leaves.values())
         self.num_bytes += region.layout.form.num_bytes
@@ -303,22 +296,22 @@ class ResidentBlocks:
         return self._leaves[parameter]
 
     def block(self, block: nn.Module) -> nn.Module:
-        if self._weights is not None:
-            event = self._weights.events.pop(block, None)
+        if self.weights is not None:
+            event = self.weights.events.pop(block, None)
             if event is not None:
                 self._await_upload(event)
-            if self._store.rewritten:
+            if self.store.rewritten:
                 self._renew(block)
         return self._maker.view_of(block)
 
     def _renew(self, block: nn.Module) -> None:
         """Copy again what a step has written into parameters since their upload began."""
-        for parameter in self._store.parameters_of(block):
-            times = self._store.rewritten.get(parameter, 0)
+        for parameter in self.store.parameters_of(block):
+            times = self.store.rewritten.get(parameter, 0)
             if times != self._renewed.get(parameter, 0):
                 self._renewed[parameter] = times
                 # It may be written into again before the upload is made.
-                values = self._device.upload(self._device.snapshot(parameter))
+                values = self.device.upload(self.device.snapshot(parameter))
                 self._leaves[parameter].data.copy_(values)
                 self.rounded.renew(self._leaves[parameter])
 
@@ -430,10 +423,10 @@ class ResidentBlocks:
         return microbatches
 
     def placed(self) -> list[tuple[BlockLayout, Sequence[nn.Parameter]]]:
-        assert self._weights is not None, "it is a stage run's"
+        assert self.weights is not None, "it is a stage run's"
         return [
             (region.layout, self._placed[block])
-            for block, region in self._weights.regions.items()
+            for block, region in self.weights.regions.items()
             if block in self._placed
         ]
 
@@ -442,12 +435,12 @@ class ResidentBlocks:
         there = {p: leaf.grad for p, leaf in self._leaves.items() if leaf.grad is not None}
         for leaf in self._leaves.values():
             leaf.grad = None
-        return self.take_microbatches(), {p: self._device.download(g) for p, g in there.items()}
+        return self.take_microbatches(), {p: self.device.download(g) for p, g in there.items()}
 
     def close(self) -> None:
         """Break the circles between views and their maker, so that memory is free at once."""
         self._maker.close()
-        if self._weights is not None:  # its leaves live on
+        if self.weights is not None:  # its leaves live on
             for leaf in self._leaves.values():
                 leaf.grad = None
         self._leaves.clear()

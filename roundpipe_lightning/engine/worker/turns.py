@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -187,14 +187,11 @@ class Turns:
             )
 
 
+@dataclass(eq=False)
 class MicrobatchTurns:
     """One microbatch's way through the turns of a step. Used by the microbatch's thread.
 
     Steps M6 and M9 of docs/design.md.
-
-    Args:
-        used_outside: Returns the parameters that are used outside the stages.
-        classes: The classes of views; a thread that waits for its turn holds none of their locks.
 
     Attributes:
         stage: The stage whose turn it has, or waits for.
@@ -202,24 +199,19 @@ class MicrobatchTurns:
         on_leave: Called with the number of a turn that another one follows, when it has ended.
     """
 
-    def __init__(
-        self,
-        index: int,
-        *,
-        turns: Turns,
-        workers: Sequence[Worker],
-        reducer: GradientReducer,
-        used_outside: Callable[[], Set[nn.Parameter]],
-        classes: ViewClasses,
-    ) -> None:
-        self.index = index
-        self.plan = turns.graph.plan
-        self._turns = turns
-        self._workers = workers
-        self._reducer = reducer
-        self._used_outside = used_outside
-        self._classes = classes
-        self._path = turns.graph.paths[index]
+    index: int
+    _: KW_ONLY
+    turns: Turns
+    workers: Sequence[Worker]
+    reducer: GradientReducer
+    # returns the parameters that are used outside the stages
+    used_outside: Callable[[], Set[nn.Parameter]]
+    # the classes of views; a thread that waits for its turn holds none of their locks
+    classes: ViewClasses
+
+    def __post_init__(self) -> None:
+        self.plan = self.turns.graph.plan
+        self._path = self.turns.graph.paths[self.index]
         self._activation: AbstractContextManager[Any] | None = None
         self._begin_mark: Any = None
         self._ends: dict[Worker, Event] = {}
@@ -232,7 +224,7 @@ class MicrobatchTurns:
         self._stays: dict[Worker, bool] = {}  # what is known in this turn
         self._action = action = self._path[position]
         self.stage: Stage = self.plan.partition.stage(action.kind, action.stage)
-        self.worker: Worker = self._workers[action.worker]
+        self.worker: Worker = self.workers[action.worker]
 
     @property
     def in_forward_stage(self) -> bool:
@@ -248,7 +240,7 @@ class MicrobatchTurns:
 
     @property
     def next_worker(self) -> Worker | None:
-        return None if self.is_last else self._workers[self._path[self.number + 1].worker]
+        return None if self.is_last else self.workers[self._path[self.number + 1].worker]
 
     @property
     def stays_here(self) -> bool:
@@ -257,7 +249,7 @@ class MicrobatchTurns:
             rest = {action.worker for action in self._path[self.number + 1 :]}
             here = self.worker.device
             self._stays[self.worker] = here.has_spare_memory() and all(
-                self._workers[index].device.reaches(here) for index in rest
+                self.workers[index].device.reaches(here) for index in rest
             )
         return self._stays[self.worker]
 
@@ -283,8 +275,8 @@ class MicrobatchTurns:
         """Wait for the turn, unless it is had already; StepAborted if the step has failed."""
         if self._activation is not None:
             return
-        with self._classes.released():
-            self._turns.begin(self._action)
+        with self.classes.released():
+            self.turns.begin(self._action)
         self._activation = self.worker.device.activate()
         self._activation.__enter__()
         self._begin_mark = self.worker.device.mark()
@@ -304,26 +296,26 @@ class MicrobatchTurns:
         """End the turn. The last one of a round sends the gradients of the stage to the host."""
         self.enter()
         self.check_not_aborted()
-        graph, worker, action = self._turns.graph, self.worker, self._action
+        graph, worker, action = self.turns.graph, self.worker, self._action
         ends_run = action.key in graph.ends_run
         if not self.in_forward_stage:
             worker.end_backward(
                 self.stage,
                 microbatch=self.index,
-                reducer=self._reducer,
+                reducer=self.reducer,
                 is_last=ends_run,
-                outside=self._used_outside(),
+                outside=self.used_outside(),
             )
         if ends_run:
-            worker.send_outside(reducer=self._reducer, last=self.index)
+            worker.send_outside(reducer=self.reducer, last=self.index)
             worker.end_stage_run()
-        self._turns.marks[action] = (self._begin_mark, worker.device.mark())
+        self.turns.marks[action] = (self._begin_mark, worker.device.mark())
         if graph.last[action.worker] == action.key:
-            worker.end_turns(self._turns)
+            worker.end_turns(self.turns)
         if worker.transfers is not None:
             self._ends[worker] = worker.device.mark_event(f"end of {action}")
         self.deactivate()
-        self._turns.end(action)
+        self.turns.end(action)
 
     def go_to_last(self) -> None:
         while not self.is_last:
@@ -335,7 +327,7 @@ class MicrobatchTurns:
         if not self.is_over:
             self.end()  # brings the last stage's gradients of shared parameters
         self.deactivate()
-        self._reducer.close_microbatch(self.index)
+        self.reducer.close_microbatch(self.index)
 
     def end_last(self) -> None:
         """Pass the turns that are left; the microbatch has more to do than they hold."""
@@ -364,7 +356,7 @@ class MicrobatchTurns:
             self.worker = own
 
     def add_gradients(self, gradients: Gradients) -> None:
-        self._reducer.add_shared(self.index, gradients)
+        self.reducer.add_shared(self.index, gradients)
 
     def deactivate(self) -> None:
         if self._activation is not None:
@@ -377,5 +369,5 @@ class MicrobatchTurns:
         Raises:
             StepAborted: If the step was given up.
         """
-        if self._turns.is_aborted:
+        if self.turns.is_aborted:
             raise StepAborted

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
 import torch
@@ -35,27 +35,18 @@ from roundpipe_lightning.planning.report.step_record import WorkerState
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
 
 
+@dataclass(eq=False)
 class Worker:
-    """One device and what is resident on it. Its methods are called by the thread whose turn it is.
+    """One device and what is resident on it. Called by the thread whose turn it is."""
 
-    Args:
-        transfers: What it moves; None if it computes in host memory.
-    """
+    index: int
+    _: KW_ONLY
+    device: Device
+    store: HostStore
+    classes: ViewClasses
+    transfers: WorkerTransfers | None = None  # what it moves; None if it computes in host memory
 
-    def __init__(
-        self,
-        index: int,
-        *,
-        device: Device,
-        store: HostStore,
-        classes: ViewClasses,
-        transfers: WorkerTransfers | None = None,
-    ) -> None:
-        self.index = index
-        self.device = device
-        self.transfers = transfers
-        self._store = store
-        self._classes = classes
+    def __post_init__(self) -> None:
         self._resident: ResidentBlocks | None = None
         self._stage: Stage | None = None  # whose blocks are resident
         self._brought: Sequence[nn.Module] | None = None  # the last of them that were asked for
@@ -113,9 +104,9 @@ class Worker:
     ) -> ResidentBlocks:
         return ResidentBlocks(
             kind,
-            store=self._store,
+            store=self.store,
             device=self.device,
-            classes=self._classes,
+            classes=self.classes,
             weights=weights,
             await_upload=self._await_weights,
             refuses=refuses,
@@ -168,11 +159,11 @@ class Worker:
                 microbatches=resident.take_microbatches(),
                 reducer=reducer,
                 last=microbatch,
-                shared=(self._store.shared, outside),
+                shared=(self.store.shared, outside),
             )
             return
         microbatches, gradients = resident.take_gradients()
-        known = self._store.shared
+        known = self.store.shared
         shared = {p: g for p, g in gradients.items() if p in known or p in outside}
         for parameter in shared:
             del gradients[parameter]
@@ -198,17 +189,17 @@ class Worker:
             )
         if parameter not in self._outside:
             # A version of its own: a write into another parameter counts for their whole buffer.
-            self._outside[parameter] = self.device.upload(self._store.value(parameter)).data
+            self._outside[parameter] = self.device.upload(self.store.value(parameter)).data
         return self._outside[parameter]
 
     def whole_values(self, parameter: nn.Parameter, rounded: Tensor) -> Tensor:
-        return self._store.whole_values(parameter, rounded, device=self.device)
+        return self.store.whole_values(parameter, rounded, device=self.device)
 
     def rewrite(self, parameter: nn.Parameter, values: Tensor) -> bool:
-        return self._store.rewrite(parameter, self.device.download(values.detach()))
+        return self.store.rewrite(parameter, self.device.download(values.detach()))
 
     def renew(self, parameter: nn.Parameter, values: Tensor) -> None:
-        if parameter in self._store.rewritten and not self.device.shares_host_memory:
+        if parameter in self.store.rewritten and not self.device.shares_host_memory:
             with self.device.activate():
                 # It may be written into again before the upload is made.
                 values.copy_(self.device.upload(self.device.snapshot(parameter)))
