@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -121,7 +122,8 @@ class Engine:
         self._random_lock = threading.Lock()
         self._classes = ViewClasses(apart)
         self.forms = CallForms(trusts_rows=trust_rows)
-        self._plans = PreparedPlans(self.chain)
+        self._plans = deque[PreparedPlan](maxlen=_PLANS_REMEMBERED)  # of this chain, the last ones
+        self._next_worker = 0  # with which a batch begins while the last one is in flight
         self._num_steps = 0
         self._warned_of_unused_stack = False
         self.workers: tuple[Worker, ...] = ()
@@ -206,7 +208,8 @@ class Engine:
             self.chain = before
             raise
         self._plan = plan
-        self._plans = PreparedPlans(chain)
+        self._plans.clear()
+        self._next_worker = 0
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -265,13 +268,24 @@ class Engine:
     def _wait_for_capacity(self, plan: Plan, *, backward: bool) -> PreparedPlan:
         """End steps until another can begin, and return its plan.
 
-        A step that overlaps another begins with the worker after the one that ends that.
+        A step that overlaps another begins with the worker after the one that ends that; any other
+        with worker 0.
         """
-        steps, plans = self._steps, self._plans
+        steps, prepared = self._steps, self._prepared(plan)
+        first = self._next_worker - self._next_worker % plan.team_size if prepared.num_turns else 0
         if not steps.is_empty:
-            following = plans.following(plan)
+            following = prepared.beginning_with(first)
             steps.wait_for_capacity(following.stage_runs(backward=backward))
-        return plans.begin(plan, overlaps=not steps.is_empty)
+        first = 0 if steps.is_empty else first
+        self._next_worker = (first + prepared.num_turns) % plan.num_workers
+        return prepared.beginning_with(first)
+
+    def _prepared(self, plan: Plan) -> PreparedPlan:
+        found = next((known for known in self._plans if known.plan is plan), None)
+        if found is None:
+            found = PreparedPlan(plan, self.chain)
+            self._plans.appendleft(found)
+        return found
 
     def _context(
         self,
@@ -325,12 +339,10 @@ class Engine:
         """Run user code forward only, on the whole batch, in the calling thread.
 
         Args:
-            call: Takes a view of the module and the batch.
+            call: Takes a view of the module and the batch. What it returned is returned, on the
+                host.
             batch: On the host.
             outside: Asked before each torch function of the user's code outside the blocks.
-
-        Returns:
-            What `call` returned, on the host.
         """
         self._steps.finish_all()
         self.store.check_blocks()
@@ -343,24 +355,23 @@ class Engine:
             classes=self._classes,
             outside=outside,
         )
-        transfers = self._transfers
-        succeeded, failed = False, None
+        transfers, grace = self._transfers, grace_seconds(self._timeout_seconds)
         try:
-            stage_runs = self._plans.prepared(self._plan).stage_runs(backward=False)
+            stage_runs = self._prepared(self._plan).stage_runs(backward=False)
             transfers.begin(stage_runs, is_planned=False)
             result = evaluation.evaluate(call, batch)
-            succeeded = True
-        except StepAborted:
-            failed = transfers.take_error()
-            assert failed is not None, "a copy has failed"
-        finally:
-            transfers.end(failed=not succeeded, grace_seconds=grace_seconds(self._timeout_seconds))
-        if failed is not None:  # raised here: `StepAborted` would be shown before it
-            try:
-                raise_noted(*failed)
-            finally:  # see `raise_noted`
-                del failed
-        return result
+        except BaseException as error:
+            failed = transfers.take_error() if isinstance(error, StepAborted) else None
+            transfers.end(failed=True, grace_seconds=grace)
+            if failed is None:
+                raise
+        else:
+            transfers.end()
+            return result
+        try:  # here: `StepAborted` would be shown before it
+            raise_noted(*failed)
+        finally:  # see `raise_noted`
+            del failed
 
     def _warn_of_unused_stack(self) -> None:
         if self.stacks and not self._warned_of_unused_stack:
@@ -419,43 +430,6 @@ class PreparedPlan:
             same = plan is self.plan
             self._rotated[worker] = self if same else PreparedPlan(plan, self._chain)
         return self._rotated[worker]
-
-
-class PreparedPlans:
-    """The last plans of an engine for a chain, and the worker with which its next batch begins."""
-
-    def __init__(self, chain: Chain) -> None:
-        self._chain = chain
-        self._known: list[PreparedPlan] = []
-        self._next_worker = 0
-
-    def prepared(self, plan: Plan) -> PreparedPlan:
-        for known in self._known:
-            if known.plan is plan:
-                return known
-        found = PreparedPlan(plan, self._chain)
-        self._known = [found, *self._known][:_PLANS_REMEMBERED]
-        return found
-
-    def following(self, plan: Plan) -> PreparedPlan:
-        """Return a plan as it is run by a batch that begins while the last one is in flight."""
-        prepared = self.prepared(plan)
-        return prepared.beginning_with(self._first_worker(prepared))
-
-    def begin(self, plan: Plan, *, overlaps: bool) -> PreparedPlan:
-        """Return the plan of a batch that begins, and find the worker of the one after it.
-
-        Without another one in flight it begins with worker 0.
-        """
-        prepared = self.prepared(plan)
-        first = self._first_worker(prepared) if overlaps else 0
-        self._next_worker = (first + prepared.num_turns) % plan.num_workers
-        return prepared.beginning_with(first)
-
-    def _first_worker(self, prepared: PreparedPlan) -> int:
-        if not prepared.num_turns:
-            return 0
-        return self._next_worker - self._next_worker % prepared.plan.team_size
 
 
 def plan_runs(plan: Plan, chain: Chain, *, backward: bool) -> tuple[WorkerRuns, ...]:

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.device.threads import (
+    Countdown,
     Failure,
-    TeamTasks,
     ThreadTeam,
     noted,
     raise_noted,
@@ -114,7 +114,7 @@ class Step:
         self._waits_for_end = waits_for_end
         self._on_success = on_success
         self._overlaps = not steps.is_empty
-        self.tasks: TeamTasks | None = None
+        self.tasks: Countdown | None = None
         self._result: StepResult | None = None
 
     def returned(self) -> StepOutputs:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -42,13 +43,8 @@ class Countdown:
     def count(self) -> None:
         with self._counting:
             self._left -= 1
-            if self._left:
-                return
-        self._at_end()
-        self._over.set()
-
-    def _at_end(self) -> None:
-        """Called when all have happened, before anybody who waits goes on."""
+            if not self._left:
+                self._over.set()
 
     @property
     def is_over(self) -> bool:
@@ -58,31 +54,13 @@ class Countdown:
         return self._over.wait(seconds)
 
 
-class TeamTasks(Countdown):
-    """Tasks that a team runs, or has run. `wait` returns when all have ended.
-
-    Then no thread holds a task any more: what only tasks refer to is freed at once.
-
-    Args:
-        on_failure: Called in the failing task's thread, with the first failure and every other.
-    """
-
-    def __init__(self, num_tasks: int, on_failure: Callable[[Failure], None]) -> None:
-        super().__init__(num_tasks)
-        self._on_failure: Callable[[Failure], None] | None = on_failure
-        self._process = os.getpid()
-
-    def execute(self, index: int, task: Task) -> None:
-        try:
-            task()
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
-            if os.getpid() != self._process:
-                _leave_child(error)
-            assert self._on_failure is not None, "not all tasks have ended"
-            self._on_failure(Failure(index, error))
-
-    def _at_end(self) -> None:
-        self._on_failure = None  # a thread may hold this object for a moment longer
+def _execute(index: int, task: Task, on_failure: Callable[[Failure], None], process: int) -> None:
+    try:
+        task()
+    except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
+        if os.getpid() != process:
+            _leave_child(error)
+        on_failure(Failure(index, error))
 
 
 def _leave_child(error: BaseException) -> NoReturn:
@@ -110,7 +88,7 @@ class ThreadTeam:
 
     def __init__(self, num_threads: int, *, name: str, prepare: Callable[[], None]) -> None:
         self._prepare = prepare
-        self._queues: list[queue.SimpleQueue[tuple[TeamTasks, int, Task] | None]] = [
+        self._queues: list[queue.SimpleQueue[tuple[Countdown, Task] | None]] = [
             queue.SimpleQueue() for _ in range(num_threads)
         ]
         self._threads = [
@@ -128,24 +106,28 @@ class ThreadTeam:
     def __len__(self) -> int:
         return len(self._threads)
 
-    def start(self, tasks: Sequence[Task], *, on_failure: Callable[[Failure], None]) -> TeamTasks:
-        """Give every thread at most one task; `on_failure` is called in the thread that fails."""
+    def start(self, tasks: Sequence[Task], *, on_failure: Callable[[Failure], None]) -> Countdown:
+        """Give every thread at most one task; `on_failure` is called in the thread that fails.
+
+        When what is returned is over, no thread holds a task any more: what only tasks refer to is
+        freed at once.
+        """
         assert len(tasks) <= len(self), "one thread per task"
-        running = TeamTasks(len(tasks), on_failure)
+        running = Countdown(len(tasks))
         for index, (task, jobs) in enumerate(zip(tasks, self._queues, strict=False)):
-            jobs.put((running, index, task))
+            jobs.put((running, partial(_execute, index, task, on_failure, os.getpid())))
         return running
 
-    def _serve(self, jobs: queue.SimpleQueue[tuple[TeamTasks, int, Task] | None]) -> None:
+    def _serve(self, jobs: queue.SimpleQueue[tuple[Countdown, Task] | None]) -> None:
         self._prepare()
         while (job := jobs.get()) is not None:
-            running, index, task = job
+            running, task = job
             del job
             try:
-                running.execute(index, task)
+                task()
             finally:
                 del task
-                running.count()  # this thread holds nothing of the task any more
+                running.count()
                 del running
 
     def close(self, *, timeout_seconds: float | None = None) -> bool:
