@@ -45,13 +45,7 @@ _ALIGNMENT = 16  # elements: a cache line of float32
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements that a host owns of one parameter.
-
-    Attributes:
-        tensor: The parameter.
-        start: Its first element, of the flattened parameter.
-        stop: The element after the last one.
-    """
+    """Elements that a host owns of a parameter: `start` to `stop` of the flattened parameter."""
 
     tensor: Tensor
     start: int
@@ -102,11 +96,7 @@ class Ownership:
         return tensor in self._pieces
 
     def divide(self, tensors: Sequence[Tensor], *, whole: bool) -> None:
-        """Give those owners that have none yet.
-
-        Args:
-            tensors: The parameters of a block.
-            whole: Whether a parameter has one owner.
+        """Give the parameters of a block owners that have none yet; one each if they stay `whole`.
 
         Raises:
             ConfigurationError: A parameter's elements do not lie one after the other.
@@ -194,41 +184,24 @@ Begin: TypeAlias = Callable[[Callable[[], Taken], Arrived], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """A host's part of the gradients of some parameters.
+    """A host's part of the gradients of some parameters."""
 
-    Attributes:
-        gradients: By parameter, of their shapes; missing ones count as zeros.
-        share: They are multiplied by it.
-        read_whole: Parameters of which this host needs the new values themselves.
-    """
-
-    gradients: Mapping[Tensor, Tensor]
-    share: float
-    read_whole: Collection[Tensor]
+    gradients: Mapping[Tensor, Tensor]  # by parameter; missing ones count as zeros
+    share: float  # they are multiplied by it
+    read_whole: Collection[Tensor]  # parameters of which this host needs the values themselves
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Gradients of some parameters, added up.
+    """Gradients of some parameters, added up."""
 
-    Attributes:
-        present: Parameters of which some host has a gradient.
-        read_whole: Those of which some host needs the new values themselves.
-        owned: The sums of what this host owns, one-dimensional, by parameter.
-    """
-
-    present: Sequence[Tensor]
-    read_whole: Collection[Tensor]
-    owned: Mapping[Tensor, Tensor]
+    present: Sequence[Tensor]  # parameters of which some host has a gradient
+    read_whole: Collection[Tensor]  # those of which some host needs the new values themselves
+    owned: Mapping[Tensor, Tensor]  # sums of what this host owns, one-dimensional, by parameter
 
 
 class Exchange:
-    """What hosts send each other for the steps of an optimizer. One thread calls it.
-
-    Attributes:
-        hosts: All hosts.
-        ownership: Who owns what.
-    """
+    """What hosts send each other for the steps of an optimizer. One thread calls it."""
 
     def __init__(self, hosts: Hosts) -> None:
         keep_pieces_apart(2 * _CHUNK_BYTES)  # else sums and moments leave holes behind
@@ -370,11 +343,9 @@ class Traffic:
         self._ends = ThreadPoolExecutor(1, thread_name_prefix=f"roundpipe-{self.what}-arrive")
 
     def run(self, block: str, task: Callable[[Begin], Callable[[], T]]) -> Future[T]:
-        """Begin operations.
+        """Run a task that begins operations, and returns what makes the result when all have ended.
 
-        Args:
-            block: Of which block, for messages.
-            task: Begins them; returns what makes the result when all have ended.
+        The block's name is for messages.
         """
         result = Future[T]()
         self._begins.submit(self._run, block, task, result)

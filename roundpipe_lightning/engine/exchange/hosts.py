@@ -50,9 +50,7 @@ _GRACE_SECONDS = 1.0
 class Watch:
     """What this host knows of the others' lives, and what they are told of its own.
 
-    Args:
-        rank: The number of this host.
-        main: Address and port that others have of host 0.
+    Others have host 0 at the address and port `main`.
 
     Attributes:
         address: What the others' watches need: where this one listens, and a secret.
@@ -166,16 +164,12 @@ class Hosts:
 
     Args:
         timeout_seconds: After so long without an answer the others are given up.
-        watch: Knows whether the others live.
 
     Attributes:
-        rank: The number of this host.
-        num: How many there are.
         parts: What each has of the optimizer's work and state, together 1.
         control: For small objects, from the Trainer's thread. One host's wish is heard there.
         place: Where in the training this host is, for messages.
         block: Whose gradients or values were exchanged last, for messages.
-        watch: As given.
         is_asked_to_stop: Whether a signal asked this host to stop.
         stops: Whether one of them was asked: all do after this batch.
         travels: Returns the exception with which this host is about to end.
@@ -196,10 +190,7 @@ class Hosts:
             dist.group.WORLD.hosts = self
 
     def check_same(self, what: Mapping[str, Any]) -> None:
-        """Refuse hosts that are not set up alike.
-
-        Args:
-            what: Names for messages, and what must be equal on all hosts.
+        """Refuse hosts that are not set up alike: whose values of `what`, by their names, differ.
 
         Raises:
             ConfigurationError: Naming the first difference and who has it; on all hosts.
@@ -222,20 +213,15 @@ class Hosts:
     def close(self, error: BaseException, *, is_agreed: bool = False) -> None:
         """Wait for nobody any more. Whoever waits in another thread gets a `HostError`.
 
-        Args:
-            error: What others are told; if they live.
-            is_agreed: Whether all end so. Those who are not as far wait on for what they began.
+        Others are told the error, if they live. If it `is_agreed` that all end so, those who are
+        not as far wait on for what they began.
         """
         if not self.is_closed:
             self.is_closed = True
             self.watch.close(None if is_agreed else f"raised {type(error).__name__}: {error}")
 
     def check_open(self) -> None:
-        """Refuse to begin anything with others while an error travels.
-
-        Raises:
-            HostError: `close` was called.
-        """
+        """Raise a HostError after `close`: nothing is begun with others while an error travels."""
         if self.is_closed:
             raise HostError(f"Host {self.rank} has given up what it does with others.")
 
@@ -297,11 +283,7 @@ def lost_error(rank: int, lost: int | None, *, where: str, why: str) -> HostErro
 class WatchedGroup(dist.ProcessGroup):
     """The group that Lightning, torchmetrics and user code use: waits there can be given up, too.
 
-    Args:
-        inner: Does the work.
-
-    Attributes:
-        hosts: Watch over it; None: nobody yet.
+    The `inner` group does the work; nobody watches as long as there are no `hosts`.
     """
 
     hosts: Hosts | None = None
@@ -339,14 +321,9 @@ for _name in (
 
 
 class Line:
-    """A group of all hosts, for one thread.
+    """A group of all hosts, for one thread; `what` goes over it, for messages.
 
-    Args:
-        hosts: All hosts.
-        what: What goes over it, for messages.
-
-    Attributes:
-        what: As given.
+    Whatever waits raises a HostError as `Hosts.wait` does.
     """
 
     def __init__(self, hosts: Hosts, what: str) -> None:
@@ -379,11 +356,7 @@ class Line:
             raise HostError(f"Nothing more is exchanged after an error: {self._error}")
 
     def objects(self, value: T) -> list[T]:
-        """Return every host's object, by rank. Pickled: between hosts that trust each other.
-
-        Raises:
-            HostError: As `Hosts.wait`.
-        """
+        """Return every host's object, by rank. Pickled: between hosts that trust each other."""
         packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         num = self._hosts.num
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num)]
@@ -403,25 +376,16 @@ class Line:
 
         Returns:
             What each gave: parts of one new tensor.
-
-        Raises:
-            HostError: As `Hosts.wait`.
         """
         return self.begin(torch.cat(list(given)), [each.numel() for each in given], sizes)()
 
     def begin(self, sent: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Taken:
-        """Begin what `swap` does.
+        """Begin what `swap` does; return what waits for what each host gave.
 
         Args:
             sent: What is given to the hosts, one after the other.
             counts: Elements for each host.
             sizes: Elements of each host.
-
-        Returns:
-            Waits for what each host gave.
-
-        Raises:
-            HostError: As `Hosts.wait`.
         """
         self._check_open()
         taken = sent.new_empty(sum(sizes))
@@ -446,8 +410,7 @@ class _Wish:
 class Control(Line):
     """Carries small objects between the Trainers' threads, and wishes of single hosts.
 
-    Attributes:
-        serve: What a host may wish that all do together; called in the same order on all.
+    `serve` does what a host may wish that all do together; it is called in the same order on all.
     """
 
     serve: Callable[[], None]

@@ -44,11 +44,7 @@ _POLL_SECONDS = 0.2
 
 
 class NormClip:
-    """Clips gradients by the norm of all of them, which is known when all hosts' sums are.
-
-    Args:
-        limit: The largest norm.
-    """
+    """Clips gradients to the limit, by the norm of all, which is known when all hosts' sums are."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -105,11 +101,7 @@ class JointStep:
     def give(
         self, number: int, gradients: Mapping[Tensor, Tensor], *, is_weighed: bool = True
     ) -> None:
-        """Let a unit's gradients leave. They are all that this host has of the unit.
-
-        Args:
-            is_weighed: Whether they are multiplied by the share already.
-        """
+        """Let all gradients leave that this host has of a unit."""
         with self._changed:
             self._num_waiting += 1
         _settle(self._given[number], (gradients, is_weighed))
@@ -201,10 +193,10 @@ class HostsUpdate:
         Args:
             num_early: New values of so many units are sent as soon as they are there, those of the
                 others in the opposite order.
-            run: Called with a unit's number and parameters: makes their step.
-            ended: Called with a unit's number and the parameters of which copies have come in the
-                place of values, with the elements that this host owns, in another thread, when all
-                hosts' are there.
+            run: Makes the step of a unit's parameters; given its number, too.
+            ended: Called in another thread, when all hosts' values of a unit are there, with its
+                number and the parameters of which copies have come in the place of values, with the
+                elements that this host owns.
 
         Raises:
             ConfigurationError: The hosts' steps differ.
@@ -274,8 +266,7 @@ class HostsUpdate:
     def make_whole(self, units: Mapping[str, Sequence[Tensor]]) -> None:
         """Bring all values that this host has a part of here; every host calls this.
 
-        Args:
-            units: All parameters, by the names of units, in one order on all hosts.
+        All parameters are given, by the names of units, in one order on all hosts.
         """
         in_part = {n: [p for p in some if p in self._store.in_part] for n, some in units.items()}
         gathered = [
@@ -344,11 +335,7 @@ class HostsUpdate:
     # In a checkpoint -----------------------------------------------------------------------------
 
     def late_values(self, units: Sequence[Sequence[Tensor]]) -> list[LatePart]:
-        """Return the parameters that are here in part, as parts that come late: one per memory.
-
-        Args:
-            units: As of `make_whole`.
-        """
+        """Return the parameters that are here in part, as parts that come late: one per memory."""
         found: dict[int, list[Tensor]] = {}
         for parameter in (p for unit in units for p in unit if p in self._store.in_part):
             key = parameter.untyped_storage()._cdata  # noqa: SLF001 - torch's key for a storage
@@ -373,12 +360,11 @@ class HostsUpdate:
     def whole_state(
         self, optimizer: Optimizer, *, comes_late: bool
     ) -> tuple[dict[str, Any], Sequence[LatePart]]:
-        """Return an optimizer's `state_dict()`: on host 0 the whole state.
+        """Return an optimizer's `state_dict()`: on host 0 the whole state. Every host calls this.
 
-        Every host calls this. Nothing may be stepped meanwhile.
+        Nothing may be stepped meanwhile.
 
         Args:
-            optimizer: Of which each host has a part.
             comes_late: Whether values may wait until they are written, so that no host needs memory
                 for all of them; the same on all hosts.
 
@@ -448,34 +434,21 @@ class HostsUpdate:
 
 @dataclass(frozen=True, eq=False)
 class OwnedPart:
-    """What this host has of a tensor that is divided.
+    """What this host has of a tensor that is divided."""
 
-    Attributes:
-        whole: The tensor, or its place in a checkpoint.
-        values: Elements of it, one-dimensional; perhaps none.
-        start: The number of the first one in the flattened tensor.
-    """
-
-    whole: Tensor
-    values: Tensor
-    start: int
+    whole: Tensor  # the tensor, or its place in a checkpoint
+    values: Tensor  # elements of it, one-dimensional; perhaps none
+    start: int  # the number of the first one in the flattened tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LatePart:
-    """A part of a checkpoint that comes to host 0 when it is to be written.
+    """A part of a checkpoint that comes to host 0 when it is to be written."""
 
-    Attributes:
-        storage: Host 0's place for it.
-        bring: Every host calls this, for the same part.
-        release: Lets host 0's memory go.
-        owned: What this host has of it, where it is not a parameter.
-    """
-
-    storage: torch.UntypedStorage
-    bring: Callable[[], None]
-    release: Callable[[], object]
-    owned: OwnedPart | None = None
+    storage: torch.UntypedStorage  # host 0's place for it
+    bring: Callable[[], None]  # every host calls this, for the same part
+    release: Callable[[], object]  # lets host 0's memory go
+    owned: OwnedPart | None = None  # what this host has of it, where it is not a parameter
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,7 @@ _COUNTING = WeakSet[Optimizer]()  # those whose steps were seen to change their 
 class CapturedStep:
     """One step of an optimizer, captured while gradients and hyper-parameters change already.
 
-    Attributes:
-        values_of: Gives what of a parameter is stepped, of its gradient's shape.
+    `values_of` gives what of a parameter is stepped, of its gradient's shape.
     """
 
     optimizer: Optimizer  # its parameters and its state are changed where a part is run
@@ -120,11 +119,7 @@ class CapturedStep:
         return self._gradients.pop(parameter, None)
 
     def run(self, parameters: Iterable[Tensor]) -> None:
-        """Update some of the parameters. Each is updated once; then its gradient is let go.
-
-        Args:
-            parameters: Those of the optimizer are updated, others left alone.
-        """
+        """Update some of its parameters, each once; then let their gradients go. Others stay."""
         places = sorted(self._places[p] for p in set(parameters) & self._places.keys())
         positions: dict[int, list[int]] = {}
         for index, position in places:
@@ -226,9 +221,7 @@ _OF_EVERY_OPTIMIZER = frozenset(
 def reason_not_separable(optimizer: Optimizer) -> str | None:
     """Return why an optimizer must be stepped as a whole; None if it may be stepped in parts.
 
-    Args:
-        optimizer: It and its parameters stay as they are. What its hooks do is not asked here, see
-            `has_hooks`.
+    It and its parameters stay as they are. What its hooks do is not asked here, see `has_hooks`.
     """
     own_step = vars(optimizer).get("step")
     if own_step is not None and getattr(own_step, "__wrapped__", None) is not type(optimizer).step:
@@ -258,10 +251,7 @@ def reason_not_with_gradients(optimizer: Optimizer) -> str | None:
     """Return why an optimizer cannot step with gradients of its parameters' `grad_dtype`.
 
     It is tried on small tensors: the step must be, but for rounding, the one with gradients of the
-    parameters' own dtype.
-
-    Args:
-        optimizer: It and its parameters stay as they are.
+    parameters' own dtype. The optimizer and its parameters stay as they are.
     """
     try:
         with trial():
@@ -281,10 +271,8 @@ def reason_not_with_gradients(optimizer: Optimizer) -> str | None:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Return whether an optimizer that may be stepped in parts treats every element by itself.
 
-    It is tried on small tensors: two copies step a half of each, and together do what one does.
-
-    Args:
-        optimizer: It and its parameters stay as they are.
+    It is tried on small tensors: two copies step a half of each, and together do what one does. The
+    optimizer and its parameters stay as they are.
     """
     try:
         with trial():

@@ -68,14 +68,9 @@ from roundpipe_lightning.engine.update.partial_step import CapturedStep, is_fore
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UpdateUnit:
-    """Parameters that are updated together.
+    """Parameters that are updated together. Each parameter is in one unit."""
 
-    Attributes:
-        name: A block's name, or that of a parameter that has uses elsewhere.
-        parameters: Each parameter is in one unit.
-    """
-
-    name: str
+    name: str  # a block's name, or that of a parameter that has uses elsewhere
     parameters: tuple[nn.Parameter, ...]
 
     @property
@@ -85,17 +80,12 @@ class UpdateUnit:
 
 @dataclass(kw_only=True, eq=False)
 class BegunStep:
-    """A step whose gradients come block by block.
-
-    Attributes:
-        joint: It, where other hosts make it, too.
-        taken: Parameters that are updated before it is submitted.
-    """
+    """A step whose gradients come block by block."""
 
     step: CapturedStep
     num_before: int
-    joint: JointStep | None = None
-    taken: set[Tensor] = field(default_factory=set)
+    joint: JointStep | None = None  # it, where other hosts make it, too
+    taken: set[Tensor] = field(default_factory=set)  # updated before it is submitted
 
     def rest_of(self, unit: UpdateUnit) -> UpdateUnit:
         left = tuple(p for p in unit.parameters if p not in self.taken)
@@ -133,10 +123,7 @@ class _AddedBatch:
 def update_units(
     module: nn.Module, blocks: Mapping[str, nn.Module], *, shared: Collection[nn.Parameter]
 ) -> list[UpdateUnit]:
-    """Divide a module's parameters: one unit per block, one per parameter used elsewhere.
-
-    Parameters of blocks that others use, too, are `shared`.
-    """
+    """Divide a module's parameters: one unit per block, one per parameter `shared` with others."""
     block_of = {p: name for name, block in blocks.items() for p in block.parameters()}
     members: dict[str, list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
@@ -197,7 +184,6 @@ class Updater:
         What is made so reaches no `.grad`. `submit` makes the rest. Options are captured now.
 
         Args:
-            optimizer: Whose step.
             waits: With other hosts: whether gradients are added up, but nothing is stepped before
                 `submit`.
             adds_up: As of `JointStep`.
@@ -305,8 +291,7 @@ class Updater:
     def abandon(self, error: BaseException) -> int:
         """Make nothing more of the step that was begun, after an error in it.
 
-        Returns:
-            How many parameters have been updated already.
+        Returns how many parameters have been updated already.
         """
         begun, self._begun = self._begun, None
         self.store.take_gradients = None
@@ -326,9 +311,8 @@ class Updater:
         """Submit an optimizer's step. The one before must have been joined.
 
         Args:
-            optimizer: It must be one that may be stepped in parts
-                (`separable.reason_not_separable`). Its options and the gradients of its parameters
-                are captured now.
+            optimizer: It must be one that may be stepped in parts (`reason_not_separable`). Its
+                options and the gradients of its parameters are captured now.
             release_gradients: Whether parameters give their `.grad` away now: it is freed when it
                 has been used, and what is written into `.grad` meanwhile (zeros, say) is not what
                 the update reads.
@@ -422,8 +406,7 @@ class Updater:
     def join(self) -> None:
         """Wait for what was submitted; not for the parts of a step that has only begun.
 
-        Raises:
-            Exception: What the update has failed with, once, with a note that says where.
+        What the update has failed with is raised, once, with a note that says where.
         """
         begun = self._begun
         self.is_joined = True
