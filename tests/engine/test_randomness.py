@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.capture.randomness import (
     RANDOM_FUNCTIONS,
-    OwnGenerators,
     RandomStream,
     StepDraws,
     UnrepeatableDrawWarning,
@@ -274,7 +273,7 @@ def test_own_generators_give_the_bits_of_the_process_wide_one(
     state = torch.get_rng_state()
     found = _called(_Unused(threading.Lock()), OWN_DRAWS[name], x)
     assert torch.equal(torch.get_rng_state(), state)
-    monkeypatch.setattr(OwnGenerators, "call", lambda *_, **__: NotImplemented)
+    monkeypatch.setattr(RandomStream, "_call_seeded", lambda *_, **__: NotImplemented)
     wanted = _called(StepDraws(threading.Lock()), OWN_DRAWS[name], x)
     assert all(map(torch.equal, found, wanted))
 

@@ -43,58 +43,6 @@ _RUNNER = "roundpipe_lightning.engine.chain.block_outcome"  # the engine's code 
 _OF_DROPOUT = ("input", "p", "training", "inplace")
 
 
-class OwnGenerators:
-    """The generators of one thread, one per device."""
-
-    def __init__(self) -> None:
-        self._made: dict[torch.device, torch.Generator] = {}
-
-    def call(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        seed: int,
-    ) -> Any:
-        """Call a torch function that draws as if the default generators had this seed.
-
-        Returns:
-            What it returns; `NotImplemented` if it can only draw from a default generator.
-        """
-        name = getattr(func, "__name__", "")
-        if not isinstance(args[0] if args else kwargs.get("input"), Tensor):
-            return NotImplemented
-        if name in _IN_PLACE and _takes_generators(args[0].device):
-            generator = self._seeded(args[0].device, seed)
-            return func(*args, **{**kwargs, "generator": generator})
-        if name == "dropout":
-            return self._dropout(func, args, kwargs, seed)
-        return NotImplemented
-
-    def _seeded(self, device: torch.device, seed: int) -> torch.Generator:
-        if device not in self._made:
-            self._made[device] = torch.Generator(device)
-        return self._made[device].manual_seed(seed)
-
-    def _dropout(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], seed: int
-    ) -> Any:
-        """Drop out, with the bits of PyTorch's own, forward and backward."""
-        given = dict(zip(_OF_DROPOUT, args, strict=False)) | dict(kwargs)
-        x, p, in_place = given["input"], given.get("p", 0.5), given.get("inplace", False)
-        trains = given.get("training", given.get("train", True))
-        if not trains or not 0 < p < 1 or not x.numel():
-            return func(*args, **kwargs)  # draws nothing
-        if x.layout is not torch.strided or not _takes_generators(x.device):
-            return NotImplemented
-        generator = self._seeded(x.device, seed)
-        if x.device.type == "cuda" and not in_place:
-            return torch._fused_dropout(x, 1 - p, generator=generator)[0]  # noqa: SLF001
-        factors = torch.empty_like(x).bernoulli_(1 - p, generator=generator).div_(1 - p)
-        return x.mul_(factors) if in_place else x * factors
-
-
 @functools.cache
 def _takes_generators(device: torch.device) -> bool:
     """Return whether operations on a device draw from a generator that they are given."""
@@ -205,12 +153,8 @@ class StepDraws:
 
     def __init__(self, lock: threading.Lock, *, looks_for_others: bool = False) -> None:
         self.num_draws = 0  # how often the step has drawn from generators that others may draw from
-        self._lock = lock
+        self.lock = lock
         self._looks_for_others = looks_for_others
-
-    def undisturbed(self, call: Callable[[], Any]) -> Any:
-        with self._lock:
-            return call()
 
     @contextmanager
     def watched(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
@@ -222,7 +166,7 @@ class StepDraws:
         yield
         if self._states(generators) == before:
             return
-        with self._lock:
+        with self.lock:
             is_first, self._looks_for_others = self._looks_for_others, False
         if is_first:
             warnings.warn(
@@ -234,14 +178,14 @@ class StepDraws:
             )
 
     def _states(self, generators: Sequence[torch.Generator]) -> list[bytes]:
-        with self._lock:
+        with self.lock:
             return [generator.get_state().numpy().tobytes() for generator in generators]
 
     def draw(
         self, seed: int, generators: Sequence[torch.Generator], call: Callable[[], Any]
     ) -> Any:
         self.num_draws += 1
-        with self._lock, seeded(generators, seed):
+        with self.lock, seeded(generators, seed):
             return call()
 
 
@@ -264,7 +208,7 @@ class RandomStream:
         self.num_draws = 0
         self._block: int | None = None
         self._given_states: dict[tuple[int, int], bytes] = {}
-        self._own = OwnGenerators()
+        self._made: dict[torch.device, torch.Generator] = {}  # this thread's
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function; RandomnessError if it draws where a recompute cannot repeat it."""
@@ -273,7 +217,8 @@ class RandomStream:
         if not may_draw(func, args, kwargs):
             return func(*args, **kwargs)
         if self.is_free_outside and self._block is None:
-            return self.step_draws.undisturbed(lambda: func(*args, **kwargs))
+            with self.step_draws.lock:
+                return func(*args, **kwargs)
         if is_called_from("torch.utils.checkpoint", within=_RUNNER):
             raise RandomnessError(
                 f"{func.__name__} draws random numbers under activation checkpointing, whose own "
@@ -287,7 +232,7 @@ class RandomStream:
             self._check_given(given)
             return func(*args, **kwargs)
         seed = mix(self._place, self.num_draws)
-        result = self._own.call(func, args, kwargs, seed=seed)
+        result = self._call_seeded(func, args, kwargs, seed)
         if result is NotImplemented:
             result = self.step_draws.draw(seed, self.generators(), lambda: func(*args, **kwargs))
         return result
@@ -322,3 +267,42 @@ class RandomStream:
             yield
         finally:
             self._place, self.num_draws, self._block = outer
+
+    def _call_seeded(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], seed: int
+    ) -> Any:
+        """Call a torch function that draws as if the default generators had this seed.
+
+        `NotImplemented` if it can only draw from a default generator.
+        """
+        name = getattr(func, "__name__", "")
+        if not isinstance(args[0] if args else kwargs.get("input"), Tensor):
+            return NotImplemented
+        if name in _IN_PLACE and _takes_generators(args[0].device):
+            generator = self._seeded(args[0].device, seed)
+            return func(*args, **{**kwargs, "generator": generator})
+        if name == "dropout":
+            return self._dropout(func, args, kwargs, seed)
+        return NotImplemented
+
+    def _seeded(self, device: torch.device, seed: int) -> torch.Generator:
+        if device not in self._made:
+            self._made[device] = torch.Generator(device)
+        return self._made[device].manual_seed(seed)
+
+    def _dropout(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], seed: int
+    ) -> Any:
+        """Drop out, with the bits of PyTorch's own, forward and backward."""
+        given = dict(zip(_OF_DROPOUT, args, strict=False)) | dict(kwargs)
+        x, p, in_place = given["input"], given.get("p", 0.5), given.get("inplace", False)
+        trains = given.get("training", given.get("train", True))
+        if not trains or not 0 < p < 1 or not x.numel():
+            return func(*args, **kwargs)  # draws nothing
+        if x.layout is not torch.strided or not _takes_generators(x.device):
+            return NotImplemented
+        generator = self._seeded(x.device, seed)
+        if x.device.type == "cuda" and not in_place:
+            return torch._fused_dropout(x, 1 - p, generator=generator)[0]  # noqa: SLF001
+        factors = torch.empty_like(x).bernoulli_(1 - p, generator=generator).div_(1 - p)
+        return x.mul_(factors) if in_place else x * factors

@@ -313,12 +313,9 @@ class ForwardPass:
 
     # --------------------------------------------------------------------------- running blocks
 
-    def _is_in_one_graph(self, tensor: Tensor) -> bool:
-        one_graph = self.segments.number == 0 and tensor.requires_grad
-        return one_graph and self.turns.worker.device.holds(tensor)
-
     def _run_forward(self, call: BlockCall, given: Given) -> Outcome:
         leaves = self._here if call.segment is None else self.segments.last.leaves
+        holds = self.turns.worker.device.holds
 
         def take(source: Source, in_object: bool) -> Tensor:  # noqa: FBT001 - a `Swap`
             value = self.source_of(source)
@@ -333,7 +330,10 @@ class ForwardPass:
                     return value.here
             elif (
                 call.segment is not None
-                and (value.grad_fn is not None or self._is_in_one_graph(value))
+                and (
+                    value.grad_fn is not None
+                    or (self.segments.number == 0 and value.requires_grad and holds(value))
+                )
                 and not self.segments.is_earlier(value)
             ):
                 return value  # part of the graph of the FUSED stage
@@ -348,7 +348,7 @@ class ForwardPass:
             if call.position is None:
                 self.user.writes.were_any |= resident.end_forward()
                 if call.wanted:
-                    self.user.note_streamed(call.block)
+                    self.user.streamed.update(call.block.parameters())
         return outcome
 
     def _resident(

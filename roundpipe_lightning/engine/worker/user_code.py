@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from types import MethodWrapperType
 from typing import Any, TypeAlias
 
@@ -84,64 +85,49 @@ def root_view(
     return view
 
 
+@dataclass(kw_only=True, eq=False)
 class UserCode(TorchFunctionMode):
-    """Runs user code outside the blocks; a context for the thread that does.
+    """Runs user code outside the blocks; a context for the thread that does."""
 
-    Args:
-        worker: Returns the worker, of all `workers`, that has the turn.
-        stream: The microbatch's random numbers; None leaves the process's generators in use.
-        outside: Asked before every torch function outside the blocks, or None.
-        may_write: Whether the code may write into parameters, as it runs once; None: where it
-            computes in their memory.
-        writes: Of attributes; None: what it writes is kept.
-    """
+    module: nn.Module
+    worker: Callable[[], Worker]  # returns the worker, of all `workers`, that has the turn
+    workers: Sequence[Worker]
+    # the microbatch's random numbers; None leaves the process's generators in use
+    stream: RandomStream | None
+    classes: ViewClasses
+    outside: Outside | None = None  # asked before every torch function outside the blocks, or None
+    # whether the code may write into parameters, as it runs once; None: where it computes in their
+    # memory
+    may_write: bool | None = None
+    writes: Writes = field(default_factory=Writes)  # of attributes
 
-    def __init__(
-        self,
-        *,
-        module: nn.Module,
-        worker: Callable[[], Worker],
-        workers: Sequence[Worker],
-        stream: RandomStream | None,
-        classes: ViewClasses,
-        outside: Outside | None = None,
-        may_write: bool | None = None,
-        writes: Writes | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        self.stream = stream
         self.side_outputs = SideOutputs()
-        self.writes = Writes() if writes is None else writes
         #: Gives what a later segment uses for a tensor of an earlier one; None where there is none.
         self.cut: Callable[[Tensor], Tensor] | None = None
         #: Refuses `torch.autograd.grad` of outputs and inputs where it would miss something.
         self.check_gradient: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
         #: Refuses `backward` of tensors where it would miss or leave something.
         self.check_backward: Callable[..., None] = lambda *tensors: None
-        self._module = module
-        self._worker = worker
-        self._workers = tuple(workers)
-        self._devices = tuple(w.device for w in workers)
+        self._devices = tuple(w.device for w in self.workers)
         self._host = CpuDevice()
         self._crosses = not all(device.shares_host_memory for device in self._devices)
-        self.may_write = may_write
         #: Called before the code writes into a parameter, or could: others may be reading it.
         self.before_write: Callable[[], None] = lambda: None
         self._parameter_writes = ParameterWrites(
-            is_watched=self._crosses or may_write is not None, leaf=self._leaf_to_write
+            is_watched=self._crosses or self.may_write is not None, leaf=self._leaf_to_write
         )
         self._modes = ModeStack()
-        self._classes = classes
-        self._outside = outside
         self._resident: ResidentBlocks | None = None
-        self._masters = frozenset(map(id, parameters_in(module)))  # hashes of tensors are slow
+        self._masters = frozenset(map(id, parameters_in(self.module)))  # hashes of tensors are slow
         self._gathers = False
         self.leaves: dict[tuple[int, nn.Parameter], nn.Parameter] = {}
-        self._rounded = RoundedLeaves(lambda p, leaf: self._worker().whole_values(p, leaf))
-        self._streamed: set[nn.Parameter] = set()
+        self._rounded = RoundedLeaves(lambda p, leaf: self.worker().whole_values(p, leaf))
+        self.streamed: set[nn.Parameter] = set()  # those of blocks that ran without a plan
         self._buffers: dict[int, PlacedBuffers] = {}
         self.maker = ViewMaker(
-            parameter=self._leaf, buffer=self._buffer, classes=classes, write=self.writes.note
+            parameter=self._leaf, buffer=self._buffer, classes=self.classes, write=self.writes.note
         )
 
     # ------------------------------------------------------------------------------------ views
@@ -150,13 +136,13 @@ class UserCode(TorchFunctionMode):
         """Make the view of the module, in which blocks are proxies that call `called`."""
         self.maker.add_later(
             blocks,
-            lambda block: make_proxy(block, maker=self.maker, classes=self._classes, called=called),
+            lambda block: make_proxy(block, maker=self.maker, classes=self.classes, called=called),
         )
-        present = self._worker  # until `close`
-        return root_view(self._module, self.maker, lambda: present().device.torch_device)
+        present = self.worker  # until `close`
+        return root_view(self.module, self.maker, lambda: present().device.torch_device)
 
     def _leaf(self, parameter: nn.Parameter) -> nn.Parameter:
-        worker = self._worker()
+        worker = self.worker()
         key = (worker.index, parameter)
         if key not in self.leaves:
             with self.suspended(), untransformed():
@@ -173,7 +159,7 @@ class UserCode(TorchFunctionMode):
         return self._leaf(parameter) if id(parameter) in self._masters else parameter
 
     def _buffer(self, buffer: Tensor) -> Tensor:
-        worker = self._worker()
+        worker = self.worker()
         if worker.index not in self._buffers:
             self._buffers[worker.index] = self._new_buffers(worker)
         with self.suspended(), untransformed():
@@ -193,7 +179,7 @@ class UserCode(TorchFunctionMode):
         Returns:
             Whether it wrote into any.
         """
-        worker = self._worker()
+        worker = self.worker()
         placed = self._buffers.get(worker.index) or self._new_buffers(worker)
         return placed.write_back(self.maker.made, owner_of=self.owner_of)
 
@@ -212,10 +198,7 @@ class UserCode(TorchFunctionMode):
 
     @property
     def used_parameters(self) -> set[nn.Parameter]:
-        return {parameter for _, parameter in self.leaves} | self._streamed
-
-    def note_streamed(self, block: nn.Module) -> None:
-        self._streamed.update(block.parameters())
+        return {parameter for _, parameter in self.leaves} | self.streamed
 
     def check_kept(self) -> None:
         """Raise if the code has changed what later steps would not know of.
@@ -257,7 +240,7 @@ class UserCode(TorchFunctionMode):
             for leaf in written:
                 known = (key for key, value in self.leaves.items() if value is leaf)
                 index, parameter = next(known, (0, leaf))
-                worker = self._workers[index]
+                worker = self.workers[index]
                 if leaf.dtype is not parameter.dtype:
                     raise ConfigurationError(
                         f"training_step writes into the parameter {self._name_of(parameter)!r}, "
@@ -271,7 +254,7 @@ class UserCode(TorchFunctionMode):
                     self._refuse_write(leaf)
                 for (other, master), stale in self.leaves.items():
                     if master is parameter and stale is not leaf:
-                        self._workers[other].renew(parameter, stale.data)
+                        self.workers[other].renew(parameter, stale.data)
 
     def _refuse_write(self, written: Tensor) -> None:
         originals = (p for (_, p), leaf in self.leaves.items() if leaf is written)
@@ -280,7 +263,7 @@ class UserCode(TorchFunctionMode):
             refuse_write(self._name_of(parameter))
 
     def _name_of(self, parameter: Tensor) -> str:
-        return next(n for n, p in self._module.named_parameters() if p is parameter)
+        return next(n for n, p in self.module.named_parameters() if p is parameter)
 
     def take_gradients(self) -> dict[int, Gradients]:
         """Take the gradients of all leaves from them, by the number of the worker."""
@@ -296,21 +279,21 @@ class UserCode(TorchFunctionMode):
 
     def close(self) -> None:
         """Break the circles of references, so that memory is free at once. Nothing works after."""
-        self._classes.end_swaps()
+        self.classes.end_swaps()
         self.maker.close()
         self.leaves.clear()
         self._buffers.clear()
-        self._streamed.clear()
+        self.streamed.clear()
         self.side_outputs.clear()
         self.stream = self.cut = self.check_gradient = None
-        del self._worker, self._rounded, self.before_write, self._parameter_writes
+        del self.worker, self._rounded, self.before_write, self._parameter_writes
         del self.check_backward
 
     # ----------------------------------------------------------------------------------- places
 
     def owner_of(self, tensor: Tensor) -> Device:
         """Return the device that holds a tensor, the present worker's if several do."""
-        for device in (self._worker().device, *self._devices):
+        for device in (self.worker().device, *self._devices):
             if device.holds(tensor):
                 return device
         return self._host
@@ -320,7 +303,7 @@ class UserCode(TorchFunctionMode):
 
         None for a host tensor of a run whose workers do not compute there.
         """
-        for worker in (self._worker(), *self._workers):
+        for worker in (self.worker(), *self.workers):
             if tensor.device == worker.device.torch_device:
                 return worker
         return None
@@ -435,7 +418,7 @@ class UserCode(TorchFunctionMode):
             args = tuple([self._leaf_for(x) for x in args])
             if kwargs:
                 kwargs = {key: self._leaf_for(x) for key, x in kwargs.items()}
-        answer = NotImplemented if self._outside is None else self._outside(func, args, kwargs)
+        answer = NotImplemented if self.outside is None else self.outside(func, args, kwargs)
         return answer, args, kwargs
 
     def _cut_off(
@@ -461,7 +444,7 @@ class UserCode(TorchFunctionMode):
     def _with_whole_values(
         self, func: Any, args: Any, kwargs: Any, rounded: RoundedLeaves
     ) -> tuple[Any, Any, Any]:
-        kind = self._worker().device.torch_device.type
+        kind = self.worker().device.torch_device.type
         return rounded.replaced(func, args, kwargs, device_type=kind)
 
     def _on_resident_leaves(
@@ -528,8 +511,9 @@ class UserCode(TorchFunctionMode):
         if len(places) < 2:
             return found
         args, kwargs = found
-        target = self._worker().device
-        base = kwargs.get("out", args[0] if args and _stays_with_first(name) else None)
+        target = self.worker().device
+        stays = args and (name == "__getitem__" or writes_first(name))
+        base = kwargs.get("out", args[0] if stays else None)
         if isinstance(base, Tensor):
             target = self.owner_of(base)
 
@@ -548,7 +532,3 @@ def _replaced(values: Sequence[Any], leaf: Callable[[Any], Any]) -> Sequence[Any
     leaves = [leaf(value) for value in values]
     changed = any(new is not value for new, value in zip(leaves, values, strict=True))
     return leaves if changed else values
-
-
-def _stays_with_first(name: str) -> bool:
-    return name == "__getitem__" or writes_first(name)
