@@ -187,35 +187,26 @@ class OptimizerSync:
         """Step blocks while the backward pass still runs, if no code can see the difference."""
         updater = self._runtime.updater
         is_open = updater is not None or self._has_hosts  # or will be when gradients come
-        if not is_open or not self._may_begin():
-            if updater is not None and self._may_measure():
-                updater.measure_norms()
-            try:
-                yield
-            except BaseException as error:
-                if updater is not None:
-                    updater.abandon(error)
-                raise
-            return
-        if self._stale:
+        begins = is_open and self._may_begin()
+        if begins and self._stale:
             self._runtime.defers_update = updater is not None and updater.can_defer(optimizer)
-            try:
-                yield
-            finally:
-                self._runtime.defers_update = False
-            return
-        # A view that this update itself has is not taken for one that somebody keeps.
-        is_counted = self._has_hosts and self._watch.may_be_kept
-        waits = bool(self._trainer.gradient_clip_val) or self._is_writing() or is_counted
-        adds_up = not compat.begins_window(self._trainer)
-        self._runtime.begin_update(
-            partial(Updater.begin, optimizer=optimizer, waits=waits, adds_up=adds_up)
-        )
+        elif begins:
+            # A view that this update itself has is not taken for one that somebody keeps.
+            is_counted = self._has_hosts and self._watch.may_be_kept
+            waits = bool(self._trainer.gradient_clip_val) or self._is_writing() or is_counted
+            adds_up = not compat.begins_window(self._trainer)
+            self._runtime.begin_update(
+                partial(Updater.begin, optimizer=optimizer, waits=waits, adds_up=adds_up)
+            )
+        elif updater is not None and self._may_measure():
+            updater.measure_norms()
         try:
             yield
         except BaseException as error:
             updater = self._runtime.updater
-            num_updated = 0 if updater is None else updater.abandon(error)
+            if updater is None or (begins and self._stale):
+                raise
+            num_updated = updater.abandon(error)
             if num_updated:
                 add_note(
                     error,
@@ -223,6 +214,8 @@ class OptimizerSync:
                     "module has half a step. Resume from a checkpoint.",
                 )
             raise
+        finally:
+            self._runtime.defers_update = False
 
     def _may_begin(self) -> bool:
         trainer: Any = self._trainer
@@ -336,8 +329,17 @@ class OptimizerSync:
         """Wait for the step that others may see half made."""
         if what is Access.ADDRESS and not self._has_hosts:
             return
+        looks = what in (Access.VALUES, Access.ADDRESS)
         if self._has_hosts and self._place != (os.getpid(), threading.get_ident()):
-            self._refuse_elsewhere(what, frame)
+            # It cannot be had in a forked process, or while the Trainer goes on.
+            is_here = os.getpid() == self._place[0]
+            where = "a thread that is not the Trainer's" if is_here else "a process of a loader"
+            if looks and self._runtime.divides_parameters:
+                raise ConfigurationError(
+                    f"{describe_code(frame)} looks at parameters in {where}, where each of several "
+                    "hosts has only a part of them. Look at them in a hook, set the loader's "
+                    "num_workers=0, or set upload_dtype=None; see docs/nodes.md."
+                )
             return
         # Before the first step every host has the whole state, if a checkpoint has given it any.
         is_divided = what is Access.GRADIENT or (what is Access.STATE and self._num_steps > 0)
@@ -347,7 +349,6 @@ class OptimizerSync:
                 "only a part: that does not work yet. Leave it out, or set num_nodes=1; see "
                 "docs/nodes.md."
             )
-        looks = what in (Access.VALUES, Access.ADDRESS)
         if looks and self._runtime.is_dividing:
             raise ConfigurationError(
                 f"{describe_code(frame)} looks at parameters while the step is made, when each of "
@@ -375,17 +376,6 @@ class OptimizerSync:
         if looks:
             self._runtime.make_whole()
 
-    def _refuse_elsewhere(self, what: Access, frame: FrameType) -> None:
-        """Refuse what cannot be had in a forked process, or while the Trainer goes on."""
-        is_here = os.getpid() == self._place[0]
-        where = "a thread that is not the Trainer's" if is_here else "a process of a loader"
-        if what in (Access.VALUES, Access.ADDRESS) and self._runtime.divides_parameters:
-            raise ConfigurationError(
-                f"{describe_code(frame)} looks at parameters in {where}, where each of several "
-                "hosts has only a part of them. Look at them in a hook, set the "
-                "loader's num_workers=0, or set upload_dtype=None; see docs/nodes.md."
-            )
-
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
@@ -412,37 +402,36 @@ class TrainedParameters:
     def __init__(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         self._module = module
         self._optimizers = optimizers
-        self._note()
+        self._seen = self._trained()
 
-    def _note(self) -> None:
+    def _trained(self) -> dict[int, Tensor]:
+        """Return them by their identity: hashes of tensors are slow."""
         # Not of `parameters()`, which users write anew: what an optimizer is given.
-        self._seen = {p for p in parameters_in(self._module) if p.requires_grad}
-        self._ids = set(map(id, self._seen))  # hashes of tensors are slow
+        return {id(p): p for p in parameters_in(self._module) if p.requires_grad}
 
     def check(self) -> None:
         """Refuse parameters that came or were frozen since, unless an optimizer has them."""
-        trained = {id(p) for p in parameters_in(self._module) if p.requires_grad}
-        if trained == self._ids:
+        trained = self._trained()
+        if trained.keys() == self._seen.keys():
             return
-        members: set[Tensor] = {
-            p for optimizer in self._optimizers for g in optimizer.param_groups for p in g["params"]
-        }
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        members = {id(parameter) for group in groups for parameter in group["params"]}
         for name, parameter in self._module.named_parameters():
-            if parameter.requires_grad and parameter not in self._seen | members:
+            if parameter.requires_grad and id(parameter) not in self._seen.keys() | members:
                 raise ConfigurationError(
                     f"Parameter {name!r} is trained, but no optimizer has it: it was added or "
                     "unfrozen after the optimizer was made. Make it in `configure_model` or "
                     "`__init__`, or hand it over with optimizer.add_param_group(...)."
                 )
         for name, parameter in self._module.named_parameters():
-            if not parameter.requires_grad and parameter in self._seen & members:
+            if not parameter.requires_grad and id(parameter) in self._seen.keys() & members:
                 raise ConfigurationError(
                     f"Parameter {name!r} was frozen (requires_grad=False) after the optimizer was "
                     "made: it would stand still, while its gradient's place and its optimizer "
                     "state stay in memory. Freeze it before `configure_optimizers`, or give it a "
                     "learning rate of 0 in a parameter group of its own."
                 )
-        self._note()
+        self._seen = trained
 
 
 def check_gradients(
