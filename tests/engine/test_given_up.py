@@ -10,7 +10,7 @@ from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine import steps as engine_steps
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.errors import DeviceMemoryError, WatchdogError
-from tests.engine.test_out_of_memory import SmallDevice
+from tests.engine.test_memory import SmallDevice
 from tests.kit.engine import (
     TIMEOUT_SECONDS,
     Regressor,
