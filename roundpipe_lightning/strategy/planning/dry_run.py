@@ -216,14 +216,10 @@ def _same(one: Any, other: Any) -> bool:
 
 def _settings(module: LightningModule, *, proves: bool = False) -> Mapping[str, Any]:
     """Return the copy's replacements for attributes that reach out of the module."""
-
-    def say_nothing(*_: Any, **__: Any) -> None:
-        """Stand in for `log`, `log_dict` and `print`."""
-
     return {
         "_trainer": _ReadOnlyTrainer(module.trainer, proves=proves),
         "_device": torch.device("meta"),
-        **dict.fromkeys(("log", "log_dict", "print"), say_nothing),
+        **dict.fromkeys(("log", "log_dict", "print"), lambda *_, **__: None),
     }
 
 

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -102,7 +102,11 @@ def cpu_workers(num_workers: int) -> HardwareSpec:
 
 def _probed(num_devices: int, accelerators: Sequence[torch.device]) -> HardwareSpec:
     """Measure the accelerators, or take what was measured before; memory is what there is now."""
-    devices = _devices(num_devices, accelerators)
+    kind, devices = torch.accelerator.current_accelerator(), accelerators
+    if kind is None:
+        devices = ()
+    elif not accelerators:  # the machine's first ones
+        devices = [torch.device(kind.type, index) for index in range(num_devices)]
     try:
         spec = probe_hardware(num_workers=num_devices, devices=devices)
     except (RuntimeError, HardwareError) as error:
@@ -122,14 +126,6 @@ def _probed(num_devices: int, accelerators: Sequence[torch.device]) -> HardwareS
         devices_reach_each_other=all_reach(devices),
         host_bytes=host_bytes() or UNKNOWN_BYTES,  # another container may have another limit
     )
-
-
-def _devices(num_devices: int, accelerators: Sequence[torch.device]) -> Sequence[torch.device]:
-    """The accelerators, or the machine's first ones; none where it has none."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None:
-        return ()
-    return accelerators or [torch.device(kind.type, index) for index in range(num_devices)]
 
 
 def rate_name(machine: HardwareSpec, dtype: torch.dtype) -> str:
@@ -195,7 +191,11 @@ def _state_bytes(optimizer: Optimizer, *, in_float32: bool) -> float:
 
     Nothing is known, and a warning says so, of one that cannot be made from its own settings.
     """
-    kind = _torchs_own(type(optimizer))
+    # What a user has added to a `step` of PyTorch's is for the steps of the training alone: it may
+    # count or print.
+    own = (c for c in type(optimizer).__mro__ if issubclass(c, Optimizer) and c is not Optimizer)
+    torchs = (c for c in own if c.__module__.startswith("torch.optim."))
+    kind = next(torchs, type(optimizer))
     if isinstance(optimizer, HostAdamW):
         numel = sum(parameter.numel() for parameter in _trained_by(optimizer))
         return numel * optimizer.state_place.memory_bytes
@@ -226,15 +226,6 @@ def _state_bytes(optimizer: Optimizer, *, in_float32: bool) -> float:
         size = sum(v.nbytes for v in values if torch.is_tensor(v) and v.numel() > 1)
         total += size / sample.numel() * sum(parameter.numel() for parameter in trained)
     return total
-
-
-def _torchs_own(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return the class of PyTorch's that `kind` extends, else itself.
-
-    What a user has added to a `step` is for the steps of the training alone: it may count or print.
-    """
-    own = (c for c in kind.__mro__ if issubclass(c, Optimizer) and c is not Optimizer)
-    return next((c for c in own if c.__module__.startswith("torch.optim.")), kind)
 
 
 class TransferSizes:
@@ -299,11 +290,7 @@ def accelerators_of(devices: Sequence[Device]) -> tuple[torch.device, ...]:
 
 def without_training(work: WorkProfile) -> WorkProfile:
     """Return a model of which nothing is trained: what an evaluation needs memory for."""
-
-    def frozen(part: BlockWork) -> BlockWork:
-        return replace(part, num_trainable=0, trainable_bytes=0)
-
-    return work.each(frozen)
+    return work.each(lambda part: replace(part, num_trainable=0, trainable_bytes=0))
 
 
 def num_values(tree: Any) -> int:
@@ -329,18 +316,18 @@ class Planned:
 
     plan: Plan  # the plan in use for batches like this one
     job: TrainingJob
-    measured: MeasuredProfile  # how long its blocks take, as far as that has been measured
+    # how long its blocks take, as far as that has been measured
+    measured: MeasuredProfile = field(init=False)
     # whether the job's work is that of the step, not of its parameters alone
     knows_activations: bool
     size: int = 0  # values in the largest microbatch's tensors; 0: before the first batch
     planning_seconds: float = 0.0
     next_look: int = _FIRST_LOOK  # steps after which a better plan is looked for
-    _operations: tuple[Plan, Operations] | None = None
+    announced: Plan | None = None  # the plan in use that listeners know
 
-    @classmethod
-    def unmeasured(cls, plan: Plan, job: TrainingJob, *, knows_activations: bool) -> Planned:
-        measured = MeasuredProfile(job.profile)
-        return cls(plan=plan, job=job, measured=measured, knows_activations=knows_activations)
+    def __post_init__(self) -> None:
+        self.measured = MeasuredProfile(self.job.profile)
+        self._operations: tuple[Plan, Operations] | None = None
 
     def operations_of(self, plan: Plan) -> Operations:
         """Count the operations of a microbatch with one of these plans, once per plan."""

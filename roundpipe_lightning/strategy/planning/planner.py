@@ -165,7 +165,6 @@ class StepPlanner:
         # team and round size of the first plan, by its number of microbatches
         self._rounds: dict[int, tuple[int, int]] = {}
         self._restored: list[Mapping[str, Any]] = []
-        self._announced: list[tuple[TrainingJob, Plan]] = []
         self.profile: ModelProfile = self.first_job().profile
 
     # --- before the first batch ------------------------------------------------------------------
@@ -220,9 +219,14 @@ class StepPlanner:
             joined: Whether the microbatches are pieces, inside the calls of blocks.
         """
         size = num_values(given)
-        known = self._known(count, size)
-        if known is not None:
-            return known
+        near = [  # shapes that are no smaller, and not much larger
+            planned
+            for planned in self._planned
+            if planned.plan.num_microbatches == count
+            and _SMALLEST_SHARE * planned.size <= size <= planned.size
+        ]
+        if near:
+            return min(near, key=lambda planned: planned.size)
         began = perf_counter()
         found = self._plan_job(
             self._step_work(given, arguments, count=count, joined=joined),
@@ -235,7 +239,11 @@ class StepPlanner:
         )
         found.size = size
         found.planning_seconds = perf_counter() - began
-        self._take_over(found)
+        key = found.plan.num_microbatches, found.size
+        for state in self._restored:
+            is_this = (state["num_microbatches"], state["size"]) == key
+            if is_this and found.measured.load_state_dict(state):
+                found.next_look = found.measured.num_steps + 1
         self._planned.append(found)
         if not joined:
             sizes = (found.plan.team_size, found.plan.round_size)
@@ -248,16 +256,6 @@ class StepPlanner:
             f"{found.plan.team_size}, rounds of {found.plan.round_size}."
         )
         return found
-
-    def _known(self, count: int, size: int) -> Planned | None:
-        """The plan of the smallest shape that is no smaller, and not much larger."""
-        near = [
-            planned
-            for planned in self._planned
-            if planned.plan.num_microbatches == count
-            and _SMALLEST_SHARE * planned.size <= size <= planned.size
-        ]
-        return min(near, key=lambda planned: planned.size, default=None)
 
     def _step_work(
         self, given: Any, arguments: Sequence[Any], *, count: int, joined: bool
@@ -297,12 +295,9 @@ class StepPlanner:
 
     def event_of(self, planned: Planned, *, assumed_rates: bool) -> PlanEvent | None:
         """Return the listeners' event for a plan about to be run; None if they have it."""
-        before = [plan for job, plan in self._announced if job is planned.job]
-        if before and before[-1] is planned.plan:
+        replaced, planned.announced = planned.announced, planned.plan
+        if replaced is planned.plan:
             return None
-        self._announced = [pair for pair in self._announced if pair[0] is not planned.job]
-        self._announced.append((planned.job, planned.plan))
-        replaced = before[-1] if before else None
         return PlanEvent(planned=planned, replaced=replaced, assumed_rates=assumed_rates)
 
     # --- measured times --------------------------------------------------------------------------
@@ -359,14 +354,6 @@ class StepPlanner:
             self._rounds = {count: (team, size) for count, team, size in state["rounds"]}
             self._restored = list(state["averages"])
 
-    def _take_over(self, planned: Planned) -> None:
-        for state in self._restored:
-            if (state["num_microbatches"], state["size"]) == (
-                planned.plan.num_microbatches,
-                planned.size,
-            ) and planned.measured.load_state_dict(state):
-                planned.next_look = planned.measured.num_steps + 1
-
     # --- planning --------------------------------------------------------------------------------
 
     def job(
@@ -386,8 +373,11 @@ class StepPlanner:
             shape: A microbatch, where the work is not that of one alone.
             is_full: Whether the batch is none of those that are smaller than others.
         """
-        full = count if is_full else self.num_microbatches
-        hints = self._users_hints(count, full=full)
+        hints = self._options.partition_hints
+        if count < self.num_microbatches and not is_full:  # as far as they can be kept
+            team = hints.team_size if hints.team_size and hints.team_size <= count else None
+            size = None if hints.round_size is None else min(hints.round_size, count)
+            hints = replace(hints, team_size=team, round_size=size)
         return TrainingJob(
             work=self._sizes.resized(step.work, self.chain),
             hardware=self.machine,
@@ -404,15 +394,6 @@ class StepPlanner:
             accumulates=self._accumulates,
             clips=self._clips,
         )
-
-    def _users_hints(self, count: int, *, full: int) -> PartitionHints:
-        """Return the user's hints, as far as fewer microbatches than `full` can keep them."""
-        hints = self._options.partition_hints
-        if count >= full:
-            return hints
-        team = hints.team_size if hints.team_size and hints.team_size <= count else None
-        size = None if hints.round_size is None else min(hints.round_size, count)
-        return replace(hints, team_size=team, round_size=size)
 
     def _completed(
         self, hints: PartitionHints, step: StepWork, count: int, shape: MicrobatchShape
@@ -474,7 +455,7 @@ class StepPlanner:
                     f"The given plan does not fit {self.machine.name}: {memory.reason} {shorter}"
                     "Set plan='auto', or see with roundpipe-plan what would fit."
                 )
-            return Planned.unmeasured(given, job, knows_activations=step.knows_activations)
+            return Planned(plan=given, job=job, knows_activations=step.knows_activations)
         answer = fit_training(job)
         if answer.planned is None or not answer.fits:
             free = self._completed(PartitionHints(), step, count, _SHAPE)
@@ -482,9 +463,8 @@ class StepPlanner:
             found = remedies(job, others, free_hints=free)
             shorter = longest(memory_shortage) if step.knows_activations else ""
             raise self._fit_error(answer, found, what=what, shorter=shorter)
-        return Planned.unmeasured(
-            answer.planned.plan, job, knows_activations=step.knows_activations
-        )
+        plan = answer.planned.plan
+        return Planned(plan=plan, job=job, knows_activations=step.knows_activations)
 
     def _other_uploads(self, job: TrainingJob, step: StepWork) -> tuple[str, TrainingJob] | None:
         """The setting `upload_dtype` that is not the user's, and the job with it, if it can be."""
