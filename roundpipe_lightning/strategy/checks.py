@@ -277,10 +277,7 @@ def _refuse(**_: Any) -> NoReturn:
 class _Replacing(MetaPathFinder, Loader):
     """Finds the modules of `lightning` under their other names."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        del path, target
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         top, dot, rest = fullname.partition(".")
         replacement = _REPLACEMENTS.get(top)
         if replacement is None or find_spec(replacement + dot + rest) is None:
@@ -298,10 +295,7 @@ class _Registering(MetaPathFinder, Loader):
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        del path, target
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         if fullname != _REGISTRY:
             return None
         sys.meta_path.remove(self)

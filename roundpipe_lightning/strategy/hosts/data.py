@@ -115,7 +115,8 @@ class BatchShares:
             return
         synchronize()
         self._rows.clear()
-        told = self._hosts.control.objects((self.rate(), self.num_drawn))
+        rate = median(self._rates[_FIRST - 1 :])  # samples that this host computes in a second
+        told = self._hosts.control.objects((rate, self.num_drawn))
         shares = _shares_of([rate for rate, _ in told], alike=_ALIKE)
         self._state = {
             "before": self._state["shares"],
@@ -127,10 +128,6 @@ class BatchShares:
         rates = ", ".join(f"{rate:.4g}" for rate, _ in told)
         rank_zero_info(f"roundpipe: hosts compute {rates} samples/s.")
         self._tell()
-
-    def rate(self) -> float:
-        """Return the samples that this host computes in a second."""
-        return median(self._rates[_FIRST - 1 :])
 
     def _tell(self) -> None:
         if len(set(self._state["shares"])) > 1:

@@ -95,42 +95,24 @@ def connect(
     world = dist.group.WORLD
     known = world.hosts if isinstance(world, WatchedGroup) else None
     if known is None:
-        main = (environment.main_address, environment.main_port)
-        try:
-            mine = hosts.Watch(rank, main=main)
-        except OSError as error:
-            raise _no_main(rank, main, error) from error
-        meeting = Meeting(mine, rank, num_nodes, main=main, timeout_seconds=timeout_seconds)
-        try:
-            known = meeting.hold()
-        except BaseException as error:
-            mine.close(f"raised {type(error).__name__}: {error}")
-            raise
+        known = Meeting(environment, rank, num_nodes, timedelta(seconds=timeout_seconds)).hold()
     known.timeout_seconds = timeout_seconds
     return known
 
 
 class Meeting:
-    """Hosts that come one after the other. What waits for them cannot be interrupted: a thread.
-
-    Args:
-        mine: Watches over the others when all are there.
-        main: Address and port of host 0.
-    """
+    """Hosts that come one after the other. What waits for them cannot be interrupted: a thread."""
 
     def __init__(
-        self,
-        mine: hosts.Watch,
-        rank: int,
-        num_nodes: int,
-        *,
-        main: tuple[str, int],
-        timeout_seconds: float,
+        self, environment: ClusterEnvironment, rank: int, num_nodes: int, timeout: timedelta
     ) -> None:
-        self._watch = mine
-        self._rank, self._num, self._main = rank, num_nodes, main
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self._rank, self._num, self._timeout = rank, num_nodes, timeout
+        self._main = (environment.main_address, environment.main_port)  # of host 0
         self._answered: float | None = None  # when the store did last, while others are waited for
+        try:
+            self._watch = hosts.Watch(rank, main=self._main)
+        except OSError as error:
+            raise self._no_main(error) from error
 
     def hold(self) -> Hosts:
         """Return when all have met.
@@ -141,13 +123,17 @@ class Meeting:
         """
         met = Future[Hosts]()
         Thread(target=self._run, args=(met,), name="roundpipe-meeting", daemon=True).start()
-        while not wait([met], _POLL_SECONDS).done:
-            lost, answered = self._watch.look(0), self._answered
-            if answered is not None and time.monotonic() - answered > hosts.PATIENCE_SECONDS:
-                lost = (0, "or the link to it is down")
-            if lost is not None:
-                raise lost_error(self._rank, lost[0], where=_AT_THE_START, why=f"it {lost[1]}")
-        return met.result()
+        try:
+            while not wait([met], _POLL_SECONDS).done:
+                lost, answered = self._watch.look(0), self._answered
+                if answered is not None and time.monotonic() - answered > hosts.PATIENCE_SECONDS:
+                    lost = (0, "or the link to it is down")
+                if lost is not None:
+                    raise lost_error(self._rank, lost[0], where=_AT_THE_START, why=f"it {lost[1]}")
+            return met.result()
+        except BaseException as error:
+            self._watch.close(f"raised {type(error).__name__}: {error}")
+            raise
 
     def _run(self, met: Future[Hosts]) -> None:
         try:
@@ -178,7 +164,7 @@ class Meeting:
                 timeout=self._timeout,
             )
         except dist.DistNetworkError as error:
-            raise _no_main(self._rank, self._main, error) from error
+            raise self._no_main(error) from error
         return PrefixStore("roundpipe", server)
 
     def _wait_for_all(self, store: Store) -> list[Any]:
@@ -202,8 +188,12 @@ class Meeting:
                 said = {"num": self._num, "address": address, "known": known, "time": now}
                 store.set(f"host/{self._rank}", json.dumps(said))
                 there = [host for host in told if mine in told[host]["known"]]
-                for host in there:
-                    self._check_num(host, told[host]["num"])
+                for host, theirs in ((host, told[host]["num"]) for host in there):
+                    if theirs != self._num:
+                        raise ConfigurationError(
+                            f"num_nodes={self._num} on host {self._rank}, but {theirs} on host "
+                            f"{host}. Set the same number on every host."
+                        )
                 if len(there) == self._num:
                     self._answered = None
                     return [told[host]["address"] for host in range(self._num)]
@@ -224,20 +214,13 @@ class Meeting:
             why = f"it has ended ({error})"
             raise lost_error(self._rank, 0, where=_AT_THE_START, why=why) from error
 
-    def _check_num(self, host: int, theirs: int) -> None:
-        if theirs != self._num:
-            raise ConfigurationError(
-                f"num_nodes={self._num} on host {self._rank}, but {theirs} on host {host}. Set the "
-                "same number on every host."
-            )
-
-
-def _no_main(rank: int, main: tuple[str, int], error: Exception) -> HostError:
-    return HostError(
-        f"Host {rank} cannot have port {main[1]} of {main[0]}: host 0 has not been started, its "
-        "address or its port is another one, or something between the hosts does not let it "
-        f"through. ({error})"
-    )
+    def _no_main(self, error: Exception) -> HostError:
+        address, port = self._main
+        return HostError(
+            f"Host {self._rank} cannot have port {port} of {address}: host 0 has not been started, "
+            "its address or its port is another one, or something between the hosts does not let "
+            f"it through. ({error})"
+        )
 
 
 def _by_agent() -> bool:
