@@ -20,7 +20,7 @@ from roundpipe_lightning.callbacks.monitor import (
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.cost.costs import ActionCost, RecomputeStart, StageCosts
-from roundpipe_lightning.planning.cost.device_memory import MemoryNeed, size_text
+from roundpipe_lightning.planning.cost.device_memory import size_text
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.report.description import (
     PlanDescription,
@@ -164,15 +164,15 @@ class PipelineTimeline(Listening):
         number = by_duration[len(by_duration) // 2]
         typical = measured[number]
         drawn = {"predicted": predicted.beside(typical), f"measured, batch {number}": typical}
-        notes = {name: self._idle_note(timeline) for name, timeline in drawn.items()}
-        return render_svg(drawn, notes=notes)
-
-    def _idle_note(self, timeline: Timeline) -> str:
         assert self._plan is not None
-        parts = idle_seconds(timeline, partition=self._plan.partition)
-        available = timeline.num_workers * timeline.makespan_seconds
-        shares = {cause.value: seconds / available for cause, seconds in parts.items()}
-        return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share > 5e-4)
+        notes = {}
+        for name, timeline in drawn.items():
+            parts = idle_seconds(timeline, partition=self._plan.partition)
+            available = timeline.num_workers * timeline.makespan_seconds
+            shares = {cause.value: seconds / available for cause, seconds in parts.items()}
+            texts = (f"{cause} {share:.1%}" for cause, share in shares.items() if share > 5e-4)
+            notes[name] = ", ".join(texts)
+        return render_svg(drawn, notes=notes)
 
 
 def _measured_cost(stage: Stage, timelines: Sequence[Timeline]) -> ActionCost:
@@ -284,17 +284,14 @@ class RunReport(CollectsLosses, Listening):
         for need, peak in peaks.items():
             measured = "" if peak is None else f"; measured at most {size_text(peak)}"
             total = f"{size_text(need.total_bytes)} of {size_text(need.available_bytes)}"
-            yield f"<h3>{escape(need.place)}: {total}{measured}</h3>{_kinds(need)}"
+            room = max(need.available_bytes, 1)
+            kinds = {kind.value: (size / room, size_text(size)) for kind, size in need.num_bytes}
+            yield f"<h3>{escape(need.place)}: {total}{measured}</h3>{_bars(kinds)}"
 
 
 def _number(value: float) -> str:
     """Four digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _kinds(need: MemoryNeed) -> str:
-    available = max(need.available_bytes, 1)
-    return _bars({kind.value: (size / available, size_text(size)) for kind, size in need.num_bytes})
 
 
 def _bars(parts: Mapping[str, tuple[float, str]]) -> str:

@@ -136,7 +136,14 @@ class ProtocolChecker:
                 collide = (old.writes or writes) and old.start < stop and start < old.stop
                 if collide and clock.get(old.line, 0) < old.tick:
                     raise ProtocolError(_message(memory.name, old, new))
-            memory.accesses = [old for old in memory.accesses if not _replaces(new, old)]
+            # What comes after the new access comes after those that it replaces, too.
+            memory.accesses = [
+                old
+                for old in memory.accesses
+                if old.start < start
+                or stop < old.stop
+                or not (writes or (line == old.line and not old.writes))
+            ]
             memory.accesses.append(new)
 
     def _memory(self, tensor: Tensor) -> _Memory:
@@ -172,12 +179,6 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     last = sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     size, offset = tensor.element_size(), int(tensor.storage_offset())
     return offset * size, (offset + last + 1) * size
-
-
-def _replaces(new: Access, old: Access) -> bool:
-    """Whether what comes after the new access comes after the old one, too."""
-    covered = new.start <= old.start and old.stop <= new.stop
-    return covered and (new.writes or (new.line == old.line and not old.writes))
 
 
 def _message(name: str, old: Access, new: Access) -> str:

@@ -170,7 +170,9 @@ class EmulatedServer:
 
         def run_there() -> Any:
             self._active.is_autograd = True
-            with self.activated(device), on_hardware(self), _entered(modes):
+            with contextlib.ExitStack() as stack:
+                for context in (self.activated(device), on_hardware(self), *modes):
+                    stack.enter_context(context)
                 return run()
 
         return device.autograd.submit(run_there).result()
@@ -257,21 +259,21 @@ class ServedDevice(EmulatedDevice):
             host=server.host, delay=server.timing.delays(f"compute of {self.name}")
         )
         self.line = f"the compute queue of {self.name}"
-        self._links = {queue: self._link(queue) for queue in CopyQueue}
+        timing = server.timing
+        self._links = {
+            queue: LinkQueue(
+                bytes_per_second=rate,
+                copy_seconds=timing.copy_seconds,
+                memory=server.memory,
+                clock=server.clock,
+                delay=timing.delays(f"{queue.value} of {self.name}"),
+            )
+            for queue, rate in (
+                (CopyQueue.UPLOAD, timing.upload_bytes_per_second),
+                (CopyQueue.DOWNLOAD, timing.download_bytes_per_second),
+            )
+        }
         self._num_buffers = 0
-
-    def _link(self, queue: CopyQueue) -> LinkQueue:
-        timing = self.server.timing
-        is_up = queue is CopyQueue.UPLOAD
-        return LinkQueue(
-            bytes_per_second=(
-                timing.upload_bytes_per_second if is_up else timing.download_bytes_per_second
-            ),
-            copy_seconds=timing.copy_seconds,
-            memory=self.server.memory,
-            clock=self.server.clock,
-            delay=timing.delays(f"{queue.value} of {self.name}"),
-        )
 
     @functools.cached_property
     def autograd(self) -> ThreadPoolExecutor:
@@ -438,15 +440,6 @@ class ServedDevice(EmulatedDevice):
 
     def mark(self) -> float:
         return self.compute.mark()
-
-
-@contextlib.contextmanager
-def _entered(modes: Sequence[Any]) -> Iterator[None]:
-    """Enter modes of PyTorch that another thread is in."""
-    with contextlib.ExitStack() as contexts:
-        for mode in modes:
-            contexts.enter_context(mode)
-        yield
 
 
 def _values_of(tensor: Tensor) -> Tensor:

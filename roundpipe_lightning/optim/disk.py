@@ -142,7 +142,8 @@ class StateFiles:
             if ahead := self._next.get(ranges):
                 self._pool.submit(_each, self._files, ahead, StateFile.read_ahead)
             yield members
-            error = self._write_error() or error
+            written, self._writing = self._writing, None
+            error = (written and written.exception()) or error
             self._writing = self._pool.submit(_each, self._files, ranges, StateFile.write_behind)
         if error is not None:
             raise error
@@ -167,10 +168,6 @@ class StateFiles:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
-
-    def _write_error(self) -> BaseException | None:
-        writing, self._writing = self._writing, None
-        return None if writing is None else writing.exception()
 
     def _ranges(self, piece: Tensor) -> Iterator[Range]:
         """Return the pages of a file that a tensor lies in; none for a tensor in memory."""

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ class StepKernel:
             self.files.close()
 
     @functools.cached_property
-    def _threads(self) -> KernelThreads[Task]:
+    def _threads(self) -> KernelThreads:
         return KernelThreads(num_threads=self._num_threads)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepKernel:
@@ -195,7 +195,7 @@ def usable_processors() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-class KernelThreads(Generic[T]):
+class KernelThreads:
     """Threads that work on pieces; they end when nobody holds this object any more.
 
     Args:

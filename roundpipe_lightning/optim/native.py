@@ -468,11 +468,6 @@ def _fourth_root(x: Any) -> Any:
     return math.sqrt(math.sqrt(x))
 
 
-@_compiled
-def _square_root(x: Any) -> Any:
-    return math.sqrt(x)
-
-
 @functools.cache
 def _decoder(code: PowerCode) -> Callable[..., None]:
     """Return the function that decodes a block, with the bits of `PowerCode.decode`."""
@@ -496,7 +491,7 @@ def _encoder(code: PowerCode) -> Callable[..., Any]:
     """Return the function that encodes a block, and returns its scale, as `PowerCode.encode`."""
     signed, largest, stored = code.signed, np.float32(code.largest), _STORED[code.dtype]
     power = _fourth_power if code.squarings == 2 else _squared
-    root = _fourth_root if code.squarings == 2 else _square_root
+    root = _fourth_root if code.squarings == 2 else math.sqrt
     step, level = np.float32(1 / code.largest), np.float32(1 / NOISE_LEVELS)
     nothing, one, magnitude = np.float32(0), np.float32(1), np.uint32(0x7FFFFFFF)
 

@@ -424,7 +424,7 @@ class RoundPipeStrategy(OneProcessStrategy):
                 runtime=self._runtime,
                 precision=self.precision_plugin,
                 check_gradients=options.check_gradients or compat.detects_anomalies(trainer),
-                is_writing=self._is_writing,
+                is_writing=lambda: self._writer is not None,
             )
 
     def setup_environment(self) -> None:
@@ -613,6 +613,14 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     # Updates -------------------------------------------------------------------------------------
 
+    @property
+    def _writer(self) -> RoundPipeAsyncCheckpointIO | None:
+        """What writes a checkpoint meanwhile, and reads parameters where they are."""
+        io = self._checkpoint_io
+        if isinstance(io, RoundPipeAsyncCheckpointIO) and not io.snapshots.is_idle:
+            return io
+        return None
+
     @_without_stop_iteration
     def optimizer_step(
         self,
@@ -621,12 +629,13 @@ class RoundPipeStrategy(OneProcessStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        io, lightnings = self._checkpoint_io, super().optimizer_step
+        lightnings = super().optimizer_step
 
         def computed() -> Any:
             loss = closure()
-            if isinstance(io, RoundPipeAsyncCheckpointIO):
-                self._release_snapshots(io)
+            if (writer := self._writer) is not None:  # it went on during the batch
+                parameters = (p for p in self._module.parameters() if not p.requires_grad)
+                writer.release(unchanged=[p.untyped_storage() for p in parameters])
             return loss
 
         def make(closure: Callable[[], Any]) -> Any:
@@ -821,18 +830,6 @@ class RoundPipeStrategy(OneProcessStrategy):
         held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         tensors = [*self._module.parameters(), *held]
         return [value.untyped_storage() for value in tensors if value.device.type == "cpu"]
-
-    def _is_writing(self) -> bool:
-        """Return whether a checkpoint is being written that reads parameters where they are."""
-        io = self._checkpoint_io
-        return isinstance(io, RoundPipeAsyncCheckpointIO) and not io.snapshots.is_idle
-
-    def _release_snapshots(self, io: RoundPipeAsyncCheckpointIO) -> None:
-        """Let parameters be changed; the writer went on during the batch."""
-        if not io.snapshots.is_idle:
-            parameters = self._module.parameters()
-            frozen = [value.untyped_storage() for value in parameters if not value.requires_grad]
-            io.release(unchanged=frozen)
 
     # Loading -------------------------------------------------------------------------------------
 

@@ -325,7 +325,7 @@ def test_intra_op_threads_of_others_stay() -> None:
     inside: list[int] = []
     after: list[int] = []
     with (
-        closing(KernelThreads[int](num_threads=2)) as team,
+        closing(KernelThreads(num_threads=2)) as team,
         closing(HostSums(PinnedPool(CpuDevice(0)), on_failure=lambda error, what: None)) as sums,
     ):
         team.process(lambda piece: inside.append(torch.get_num_threads()), [0, 1, 2])
@@ -344,4 +344,4 @@ def test_one_core_in_eight_is_left_to_others(
 ) -> None:
     monkeypatch.setattr(kernel, "usable_processors", lambda: set(range(16)))
     torch.set_num_threads(intra_op)
-    assert KernelThreads[int](num_threads=None).num_threads == expected
+    assert KernelThreads(num_threads=None).num_threads == expected

@@ -13,7 +13,7 @@ import lightning
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -35,7 +35,8 @@ def check_supported(
     hooks: Iterable[str],
 ) -> None:
     """Refuse what would not give one host's numbers on several; `hooks` may look at gradients."""
-    norms = [name for name, part in module.named_modules() if _keeps_statistics(part)]
+    batch_norms = [(n, m) for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
+    norms = [name for name, part in batch_norms if part.track_running_stats and part.training]
     hook = next(iter(hooks), None)
     reasons = {
         "update='async'": options.update == "async",
@@ -64,10 +65,6 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 "HostAdamW(offload='disk') does not work on several hosts yet. Leave offload out "
                 "(moments='8bit' needs a quarter of the memory), or set num_nodes=1."
             )
-
-
-def _keeps_statistics(part: nn.Module) -> bool:
-    return isinstance(part, _BatchNorm) and part.track_running_stats and part.training
 
 
 _SAME_OPTIONS = (

@@ -97,7 +97,11 @@ def go_on(trainer: Trainer, position: LoopPosition) -> bool:
         return False
     loop = trainer.fit_loop.epoch_loop
     compat.skip_no_validation(trainer)
-    if position is LoopPosition.BETWEEN and not _is_inside_epoch(trainer):
+    batches: Any = loop.batch_progress.current
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    # A batch of an epoch has been done, and there are more: a signal may have ended it there.
+    is_inside = epochs.started > epochs.processed and 0 < batches.completed == batches.ready
+    if position is LoopPosition.BETWEEN and (not is_inside or is_epoch_over(trainer)):
         return False
     steps, due = not compat.is_accumulating(trainer), compat.is_validation_due(trainer)
     compat.restart_after_batch(trainer)
@@ -117,14 +121,6 @@ def go_on(trainer: Trainer, position: LoopPosition) -> bool:
         # it: the answer is no, once.
         compat.skip_due_validation(trainer)
     return validates or position is LoopPosition.VALIDATION_END
-
-
-def _is_inside_epoch(trainer: Trainer) -> bool:
-    """Whether a batch of an epoch has been done, and there are more: a signal may end it there."""
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    epochs: Any = trainer.fit_loop.epoch_progress.current
-    inside = epochs.started > epochs.processed and 0 < batches.completed == batches.ready
-    return bool(inside and not is_epoch_over(trainer))
 
 
 def _finish_epoch(trainer: Trainer) -> None:

@@ -252,7 +252,7 @@ class OptimizerSync:
 
     @property
     def _has_gradient_hooks(self) -> bool:
-        return any(True for _ in parameter_watch.gradient_hooks(self._trainer))
+        return any(parameter_watch.gradient_hooks(self._trainer))
 
     @property
     def _always_joins(self) -> bool:
@@ -303,7 +303,7 @@ class OptimizerSync:
             is_kept = self._watch.views_are_kept()
             clip, self._clip = self._clip, None
             self._stepped_early = updater.submit(optimizer, clip=clip)
-            if not any(parameter_watch.reads_before_zeroing(self._trainer)):
+            if not parameter_watch.reads_before_zeroing(self._trainer):
                 members = (p for group in optimizer.param_groups for p in group["params"])
                 self._runtime.spent = list(members)
             if is_kept:

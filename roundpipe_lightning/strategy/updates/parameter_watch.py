@@ -122,7 +122,7 @@ class ParameterWatch:
         self._watched: dict[nn.Parameter, type] = {}
         self._num_uses: Counter[int] = Counter()
         self._handles = [
-            optimizer.register_load_state_dict_pre_hook(self._before_load)
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.note(Access.STATE))
             for optimizer in optimizers
         ]
         _watches.add(self)
@@ -207,9 +207,6 @@ class ParameterWatch:
         if what is Access.VALUES and not is_other:
             self.was_touched = self.may_be_kept = True
         self._on_access(what, frame, parameter)
-
-    def _before_load(self, *_: Any) -> None:
-        self.note(Access.STATE)
 
     def before_fork(self) -> None:
         """Wait: a process that is forked, a loader's say, has the memory as it is now."""
@@ -304,25 +301,16 @@ def _code_that_looks() -> tuple[FrameType | None, bool]:
 
 def describe_code(frame: FrameType) -> str:
     """Return the hook or function, with its place, through which code came to look."""
-    found = frame
-    for outer in _outwards(frame):
+    stops = (*_OURS, *(str(Path(_LIGHTNING, "pytorch", n)) for n in ("trainer", "loops")))
+    found, outer = frame, frame.f_back
+    while outer is not None and not outer.f_code.co_filename.startswith(stops):
         if not outer.f_code.co_filename.startswith(_PASSED_OVER):
             found = outer
+        outer = outer.f_back
     owner = found.f_locals.get("self")
     name = "" if owner is None else f"{type(owner).__name__}."
     place = f"{Path(found.f_code.co_filename).name}:{found.f_lineno}"
     return f"{name}{found.f_code.co_name} ({place})"
-
-
-def _outwards(frame: FrameType) -> Iterator[FrameType]:
-    """Yield a frame and those that called it, up to Lightning's loops or this package."""
-    stops = (*_OURS, *(str(Path(_LIGHTNING, "pytorch", n)) for n in ("trainer", "loops")))
-    current: FrameType | None = frame
-    while current is not None:
-        yield current
-        current = current.f_back
-        if current is None or current.f_code.co_filename.startswith(stops):
-            return
 
 
 # Hooks -------------------------------------------------------------------------------------------
@@ -359,9 +347,12 @@ def needs_gradients(owner: Any, hook: str) -> bool:
     return bool(vars(defining).get("requires_optimizer_sync", not is_known))
 
 
-def reads_before_zeroing(trainer: Trainer) -> Iterator[bool]:
-    for owner in _owners(trainer):
-        yield from (needs_gradients(owner, hook) for hook in _HOOKS[:2])
+def _any_needs(trainer: Trainer, *hooks: str) -> bool:
+    return any(needs_gradients(owner, hook) for owner in _owners(trainer) for hook in hooks)
+
+
+def reads_before_zeroing(trainer: Trainer) -> bool:
+    return _any_needs(trainer, *_HOOKS[:2])
 
 
 def always_wait(trainer: Trainer) -> bool:
@@ -372,9 +363,8 @@ def always_wait(trainer: Trainer) -> bool:
 
 def reads_before_backward(trainer: Trainer) -> bool:
     """Return whether somebody would see, or change, what is added to `.grad` before `backward`."""
-    hooks = ("on_before_backward", "backward", "on_exception")
     return (
-        any(needs_gradients(owner, hook) for owner in _owners(trainer) for hook in hooks)
+        _any_needs(trainer, "on_before_backward", "backward", "on_exception")
         or any(isinstance(owner, OnExceptionCheckpoint) for owner in _owners(trainer))
         or any(True for _ in _parameters_with_hooks(trainer))
     )
