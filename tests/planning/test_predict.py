@@ -357,7 +357,7 @@ def plan_of(partition: Partition, *, num_workers: int = 2) -> Plan:
         num_workers=num_workers,
         num_microbatches=NUM_MICROBATCHES,
         round_size=NUM_MICROBATCHES,
-        measured_model="a model",
+        model="a model",
     )
 
 
