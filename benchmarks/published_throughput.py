@@ -323,8 +323,8 @@ def network_rows(models: Iterable[Model]) -> list[dict[str, Any]]:
         step = hosts.predict(UpdateTiming.BEHIND_NEXT_STEP, storage)
         for name in NETWORKS:
             hardware = replace(hosts.hardware, network_bytes_per_second=network_rate(name))
-            exchange = Exchange.of(
-                model.work, storage=storage, hardware=hardware, steps_at_end=False
+            exchange = Exchange(
+                work=model.work, storage=storage, hardware=hardware, steps_at_end=False
             )
             tokens = TOKENS_PER_STEP[model.name] * exchange.share_of_room(step, model.profile)
             rows.append(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_lightning.errors import ConfigurationError, PlanError
+from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import (
     ActionCost,
     Evaluator,
@@ -230,12 +230,6 @@ def test_storage_says_what_a_step_moves() -> None:
     assert STORAGE.expanded_seconds(half, machine()) == 0
     assert STORAGE.stored(model()) == model()
     assert STORAGE.links(machine()) == machine()
-
-
-@pytest.mark.parametrize("change", [{"frozen_bits": 5}, {"master_bytes": -1.0}])
-def test_storage_that_cannot_be_is_refused(change: dict[str, float]) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(change))):
-        ParameterStorage(**change)  # type: ignore[arg-type]
 
 
 PARTITION = Partition(forward=(1,), backward=(0, 1))

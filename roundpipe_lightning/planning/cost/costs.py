@@ -68,7 +68,6 @@ class ActionCost:
 
     Attributes:
         recompute_seconds: The part that needs no gradient; 0 but for BACKWARD stages.
-        compute_seconds: The rest.
     """
 
     recompute_seconds: float = 0.0
@@ -353,13 +352,8 @@ class Evaluator:
     def bound(self) -> Evaluator:
         """The same with all weights there already: its steps are no longer."""
         host = replace(self.host, per_uploaded_byte=0.0, first_upload=0.0)
-        return replace(
-            self,
-            forward_upload_seconds=0.0,
-            backward_upload_seconds=0.0,
-            host=host,
-            pipeline_share=0.0,
-        )
+        bare = replace(self, forward_upload_seconds=0.0, backward_upload_seconds=0.0)
+        return replace(bare, host=host, pipeline_share=0.0)
 
     def seconds(self, table: PartitionTable) -> Floats:
         host, rows = self.host, np.arange(len(table))
@@ -386,15 +380,10 @@ class Evaluator:
     def makespans(self, table: PartitionTable) -> Floats:
         """Return the pipeline's part: of one step, or from one to the next where it goes on."""
         pipelines = self.pipelines or (((1.0,) * self.num_workers, self.rounds),)
+        parts = [table[first : first + _CHUNK] for first in range(0, len(table), _CHUNK)]
         chunks = [
-            np.max(
-                [
-                    self._makespans(table[slice(first, first + _CHUNK)], speeds, rounds)
-                    for speeds, rounds in pipelines
-                ],
-                axis=0,
-            )
-            for first in range(0, len(table), _CHUNK)
+            np.max([self._makespans(part, *pipeline) for pipeline in pipelines], axis=0)
+            for part in parts
         ]
         return np.concatenate(chunks) if chunks else np.zeros(0)
 

@@ -1,20 +1,12 @@
 """Memory of one device at every stage of a layout: the one model of device memory.
 
 The planner's limits, the check whether a plan fits, and the strategy's check before it allocates
-anything all ask here. A device holds, while it runs a stage,
-
-    weights       of the stage, and with two slots of the one that it runs next; one block's in
-                  16 bits where they are uploaded in fewer; blocks that stay (`Plan.resident`)
-    gradients     of the stage, and of the one before, which are being downloaded (two slots)
-    boundaries    the inputs of the round's microbatches, a gradient that arrives and one that
-                  leaves (of the FUSED stage none arrives, and one that leaves takes the place of
-                  an input); with a selective recompute attention's outputs on their way
-    activations   FORWARD: the most that one block needs at once
-                  BACKWARD: what all its blocks keep, and what one block's backward needs beside
-                  FUSED: the same and the tail segment, with the logits
-    reserved      the runtime's context and the allocator's gaps
-
-Workers that compute in the host's memory hold no weights, and the gradients of one stage's blocks.
+anything all ask here. docs/planning.md (what fits) says what a device holds while it runs a stage.
+Beside that: of weights that are uploaded in fewer bits it holds one block's in 16. Of the FUSED
+stage no gradient arrives, and one that leaves takes the place of an input. A selective recompute
+has attention's outputs on their way. A backward pass needs what its blocks keep, and what one
+block's needs beside, with the logits where the tail segment runs. Workers that compute in the
+host's memory hold no weights, and the gradients of one stage's blocks.
 """
 
 from __future__ import annotations
@@ -186,10 +178,8 @@ class Footprint:
         return worst
 
     def stage_bytes(self, layout: PipelineLayout) -> dict[MemoryKind, Floats]:
-        return {
-            kind: row[0]
-            for kind, row in self._sizes(layout, PartitionTable.of([layout.partition])).items()
-        }
+        sizes = self._sizes(layout, PartitionTable.of([layout.partition]))
+        return {kind: row[0] for kind, row in sizes.items()}
 
     def num_teams(self, config: PipelineConfig) -> int:
         return max(self.hardware.num_devices // config.team_size, 1)

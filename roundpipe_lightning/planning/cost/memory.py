@@ -1,11 +1,7 @@
 """Device and host memory that a plan needs, by kind, against the memory there is.
 
-`Footprint` is the model of a device. The host holds for every parameter its 16-bit copy (compressed
-where frozen), and where it is trained its master, gradient and optimizer state; gradients of the
-stages that are on their way where others are kept beside them; gradients of head and tail, which
-wait for those of other uses and rounds; the boundaries that BACKWARD stages start from, of two
-rounds (and attention's outputs, where a selective recompute keeps them); and two page-locked slots
-per device where weights are not page-locked themselves.
+`Footprint` is the model of a device; docs/planning.md (what fits) says what the host holds. Of
+head's and tail's gradients those of other uses and rounds wait there, too.
 """
 
 from __future__ import annotations
@@ -37,11 +33,7 @@ _SUMMED = 2  # blocks: their sums over the hosts wait for the optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Whether a plan fits into a machine.
-
-    Attributes:
-        device: The device at the stage that needs the most.
-    """
+    """Whether a plan fits into a machine: the device is at the stage that needs the most."""
 
     device: MemoryNeed
     host: MemoryNeed
@@ -108,10 +100,6 @@ class MemoryModel:
     def _footprints(self) -> dict[MicrobatchShape, Footprint]:
         return {}
 
-    def busy_devices(self, layout: PipelineLayout) -> int:
-        """Return how many devices work at a time: each on a microbatch of its own."""
-        return min(self.hardware.num_devices, layout.num_microbatches)
-
     # --- host ------------------------------------------------------------------------------------
 
     def _host_need(
@@ -119,7 +107,9 @@ class MemoryModel:
     ) -> MemoryNeed:
         available = self.hardware.host_bytes
         if self.hardware.shares_host_memory:
-            available -= round(device_bytes) * self.busy_devices(layout)
+            # as many devices work at a time: each on a microbatch of its own
+            num_busy = min(self.hardware.num_devices, layout.num_microbatches)
+            available -= round(device_bytes) * num_busy
         sizes = self._host(layout, shape)
         return MemoryNeed.of_sizes(sizes, place="host", available_bytes=available)
 
@@ -149,6 +139,10 @@ class MemoryModel:
     def _num_in_blocks(self) -> int:
         return sum(block.num_trainable for block in self.work.blocks)
 
+    @property
+    def _num_others(self) -> int:
+        return self.work.num_trainable - self._num_in_blocks
+
     def _gradients(self, layout: PipelineLayout) -> float:
         """Bytes of gradients, beside those of head and tail that wait.
 
@@ -159,7 +153,7 @@ class MemoryModel:
         and leave at the end.
         """
         work, num_hosts = self.work, self.hardware.num_nodes
-        others = (1 + self.accumulates) * (work.num_trainable - self._num_in_blocks)
+        others = (1 + self.accumulates) * self._num_others
         kept = blocks = float(self._num_in_blocks)
         is_kept = self.accumulates or layout.num_rounds > 1
         if self.hardware.shares_host_memory:
@@ -189,18 +183,16 @@ class MemoryModel:
         each = self.storage.master_bytes
         if self.hardware.num_nodes == 1 or self.hardware.shares_host_memory:
             return self.work.num_trainable * each
-        others = self.work.num_trainable - self._num_in_blocks
-        return self._num_in_blocks * each * self.hardware.owned_part + others * each / 2
+        own = self._num_in_blocks * each * self.hardware.owned_part
+        return own + self._num_others * each / 2
 
     def _waiting_gradients(self, layout: PipelineLayout) -> float:
         """Bytes of head's and tail's gradients beside their sums: two rounds', of every use."""
-        work = self.work
         if self.hardware.shares_host_memory:
             return 0.0
-        uses = work.head.num_trainable + work.tail.num_trainable
+        uses = self.work.head.num_trainable + self.work.tail.num_trainable
         rounds = min(layout.num_rounds, _ROUNDS_IN_FLIGHT)
-        num = rounds * uses - (work.num_trainable - sum(b.num_trainable for b in work.blocks))
-        return num * self.storage.gradient_bytes
+        return (rounds * uses - self._num_others) * self.storage.gradient_bytes
 
     @cached_property
     def _host_parameters(self) -> dict[MemoryKind, float]:

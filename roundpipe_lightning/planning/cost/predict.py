@@ -34,7 +34,7 @@ from roundpipe_lightning.planning.cost.costs import (
     stage_costs,
 )
 from roundpipe_lightning.planning.cost.device_memory import Footprint
-from roundpipe_lightning.planning.cost.simulate import Simulation, simulate
+from roundpipe_lightning.planning.cost.simulate import Simulation
 from roundpipe_lightning.planning.cost.traffic import (
     StageRun,
     boundary_route,
@@ -192,8 +192,6 @@ class StepModel:
             resident=layout.resident,
             route=costs.route,
         )
-        if self.hardware.shares_host_memory:
-            return runs, simulate(schedule, partition=partition, costs=costs)
         slots = layout.weight_slots
         return runs, Simulation(
             runs, partition=partition, costs=costs, weight_slots=slots, hardware=self.links
@@ -271,35 +269,33 @@ class Exchange:
             accumulation.
     """
 
+    work: WorkProfile
+    storage: ParameterStorage
     hardware: HardwareSpec
-    gradient_bytes: float
-    weight_bytes: float
     steps_at_end: bool
 
-    @classmethod
-    def of(
-        cls,
-        work: WorkProfile,
-        *,
-        storage: ParameterStorage,
-        hardware: HardwareSpec,
-        steps_at_end: bool,
-    ) -> Exchange:
-        """Describe a training's."""
-        part, others = hardware.owned_part, hardware.num_nodes - 1
-        away = max(1 - part, part * others)  # sent, or received: either way of gradients, values
-        # Blocks and an LM head of its own get the copies that are uploaded; embeddings, and what is
-        # tied to them, their masters, twice as wide.
+    @property
+    def _away(self) -> float:
+        """How often a byte is sent, or received: either way of gradients, values."""
+        part = self.hardware.owned_part
+        return max(1 - part, part * (self.hardware.num_nodes - 1))
+
+    @property
+    def gradient_bytes(self) -> float:
+        return self._away * self.work.num_trainable * self.storage.gradient_bytes
+
+    @property
+    def weight_bytes(self) -> float:
+        """Blocks and an LM head of its own get the copies that are uploaded.
+
+        Embeddings, and what is tied to them, get their masters, twice as wide.
+        """
+        work = self.work
         blocks = sum(_new_bytes(block, block.num_trainable) for block in work.blocks)
-        head = _new_bytes(work.head, work.head.num_trainable, storage.master_bytes / 2)
+        head = _new_bytes(work.head, work.head.num_trainable, self.storage.master_bytes / 2)
         with_head = sum(part.num_trainable for part in (*work.blocks, work.head))
         tail = _new_bytes(work.tail, work.num_trainable - with_head)  # without what is tied
-        return cls(
-            hardware=hardware,
-            gradient_bytes=away * work.num_trainable * storage.gradient_bytes,
-            weight_bytes=away * (blocks + head + tail),
-            steps_at_end=steps_at_end,
-        )
+        return self._away * (blocks + head + tail)
 
     @property
     def num_bytes(self) -> float:

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -66,8 +67,9 @@ def simulate(
 ) -> Timeline:
     """Run a valid schedule on paper, with the uploads and downloads it needs.
 
-    The costs, and the way that boundaries take, must be those of the same recompute policy. Without
-    `profile` and `hardware` nothing is uploaded or downloaded.
+    The costs, and the way that boundaries take, must be those of the same recompute policy. Nothing
+    is uploaded or downloaded without `profile` and `hardware`, or where devices share the host's
+    memory.
 
     Raises:
         PlanError: If the schedule deadlocks.
@@ -112,19 +114,14 @@ class _TimedRun:
     joins: dict[int, list[tuple[int, int]]]
     landed: float = 0.0
 
-    def waiting_seconds(self, start: float, gradient: float) -> float:
-        """Return an action's wait inside, given its start and its gradient's arrival."""
-        last_block = self.landed + self.forward_seconds / self.num_blocks
-        return max(0.0, max(last_block, gradient) - start - self.forward_seconds)
-
 
 @dataclass(eq=False, slots=True)
 class _Flow:
-    """Bytes on their way, on one direction of one root of the bus."""
+    """Bytes on their way; links are a root's uploads and its downloads, in turn."""
 
     worker: int
     link: int
-    is_upload: bool
+    own_rate: float
     remaining_bytes: float
     bytes_per_second: float = 0.0
 
@@ -158,6 +155,8 @@ class Simulation:
         weight_slots: int,
         hardware: HardwareSpec | None,
     ) -> None:
+        if hardware is not None and hardware.shares_host_memory:
+            hardware = None
         self._weight_slots = weight_slots
         self._hop_seconds = costs.hop_seconds
         self._hardware = hardware
@@ -178,13 +177,6 @@ class Simulation:
         self._flows_changed = False
         self._flows_seen = 0.0
         self._flow_end = math.inf
-        # by link: root times two, uploads first
-        num_roots = -(-max(len(self._workers), 1) // per_root)
-        self._busy = [0] * (2 * num_roots)
-        self._own = [
-            (each.upload_bytes_per_second, each.download_bytes_per_second)
-            for each in (hardware.workers if hardware else ())
-        ]
         self._entries: list[TimelineEntry] = []
 
     def timeline(self) -> Timeline:
@@ -193,25 +185,19 @@ class Simulation:
             self._try_start(index)
         self._share_links()
         while self._ends or self._flows:
-            self._step()
+            if self._ends and self._ends[0][0] < self._flow_end:
+                self._now, worker = heapq.heappop(self._ends)
+                self._end_action(worker)
+            else:
+                self._now = self._flow_end
+                self._advance_flows()
+                self._end_flow(min(self._flows, key=_remaining_bytes))
+            if self._flows_changed:
+                self._advance_flows()
+                self._share_links()
         if len(self._entries) != self._num_actions:
             raise PlanError("The schedule deadlocks; check it with validate_schedule.")
         return Timeline(num_workers=len(self._workers), entries=tuple(self._entries))
-
-    def _step(self) -> None:
-        action_end = self._ends[0][0] if self._ends else math.inf
-        if self._flow_end <= action_end:
-            self._now = self._flow_end
-            self._advance_flows()
-            flow = min(self._flows, key=_remaining_bytes)
-            self._flows.remove(flow)
-            self._end_flow(flow)
-        else:
-            self._now, worker = heapq.heappop(self._ends)
-            self._end_action(worker)
-        if self._flows_changed:
-            self._advance_flows()
-            self._share_links()
 
     def _advance_flows(self) -> None:
         seconds = self._now - self._flows_seen
@@ -226,31 +212,28 @@ class Simulation:
         """
         self._flow_end = math.inf
         self._flows_changed = False
-        if not self._flows:
-            return
         hardware = self._hardware
-        assert hardware is not None, "without a machine nothing travels"
+        if hardware is None or not self._flows:
+            return
+        busy = Counter(flow.link for flow in self._flows)
         host_share = hardware.host_bytes_per_second / len(self._flows)
         root = (hardware.root_upload_bytes_per_second, hardware.root_download_bytes_per_second)
         for flow in self._flows:
-            link = flow.link
-            direction = link % 2
-            own = self._own[flow.worker][direction]
-            rate = min(own, root[direction] / self._busy[link], host_share)
+            rate = min(flow.own_rate, root[flow.link % 2] / busy[flow.link], host_share)
             flow.bytes_per_second = rate
             end = self._now + max(flow.remaining_bytes, 0.0) / rate
             self._flow_end = min(self._flow_end, end)
 
     def _end_flow(self, flow: _Flow) -> None:
         worker = self._workers[flow.worker]
+        self._flows.remove(flow)
         self._flows_changed = True
-        self._busy[flow.link] -= 1
-        if flow.is_upload:
-            worker.uploading = False
-            self._end_upload(worker)
-        else:
+        if flow.link % 2:
             worker.downloading = False
             worker.num_downloaded += 1
+        else:
+            worker.uploading = False
+            self._end_upload(worker)
         self._next_transfers(flow.worker)
         self._try_start(flow.worker)
 
@@ -285,23 +268,23 @@ class Simulation:
             run = runs[worker.num_uploaded]
             is_begun = worker.num_begun > worker.num_uploaded
             size = run.upload_bytes - run.first_bytes if is_begun else run.first_bytes
-            if size > 0:
-                worker.uploading = True
-                self._begin_flow(index, 2 * worker.root, size, is_upload=True)
-            else:
+            worker.uploading = self._begin_flow(index, 0, size)
+            if not worker.uploading:
                 self._end_upload(worker)
         while not worker.downloading and worker.num_downloaded < worker.run:
             size = runs[worker.num_downloaded].download_bytes
-            if size > 0:
-                worker.downloading = True
-                self._begin_flow(index, 2 * worker.root + 1, size, is_upload=False)
-            else:
-                worker.num_downloaded += 1
+            worker.downloading = self._begin_flow(index, 1, size)
+            worker.num_downloaded += not worker.downloading
 
-    def _begin_flow(self, index: int, link: int, size: float, *, is_upload: bool) -> None:
-        self._busy[link] += 1
+    def _begin_flow(self, index: int, direction: int, size: float) -> bool:
+        if self._hardware is None or size <= 0:
+            return False
+        own = self._hardware.workers[index]
+        rate = own.download_bytes_per_second if direction else own.upload_bytes_per_second
+        link = 2 * self._workers[index].root + direction
+        self._flows.append(_Flow(index, link, rate, size))
         self._flows_changed = True
-        self._flows.append(_Flow(index, link, is_upload, size))
+        return True
 
     def _try_start(self, index: int) -> None:
         """Begin the worker's next action, or its backward, if everything it needs is there."""
@@ -321,7 +304,8 @@ class Simulation:
         gradient = self._arrival(run.gradient, action)
         if gradient is None or worker.num_uploaded <= worker.run:
             return
-        waiting = run.waiting_seconds(start, gradient)
+        last_block = run.landed + run.forward_seconds / run.num_blocks
+        waiting = max(0.0, max(last_block, gradient) - start - run.forward_seconds)
         seconds = run.seconds
         if run.joined:  # the tail segment runs in the first microbatch's action, for all of them
             seconds *= 0 if action.microbatch % run.joined else run.joined

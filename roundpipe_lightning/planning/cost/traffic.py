@@ -19,7 +19,7 @@ when it is made; on paper a plan has room for all of them or for none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -75,7 +75,8 @@ def _staying_bytes(footprint: Footprint, layout: PipelineLayout) -> float:
     partition, profile = layout.partition, footprint.profile
     made = [
         partition.num_readers(stage) * footprint.boundary_bytes
-        + _attention_bytes(profile, stage, layout.recompute)
+        + _attention_bytes(profile, stage.blocks, layout.recompute)
+        * (stage.kind is StageKind.FORWARD)
         for stage in partition.stages()
     ]
     teams, count = footprint.num_teams(layout), len(made)
@@ -89,10 +90,12 @@ def _staying_bytes(footprint: Footprint, layout: PipelineLayout) -> float:
     return layout.most_members(footprint.hardware.num_devices) * most
 
 
-def _attention_bytes(profile: ModelProfile, stage: Stage, recompute: RecomputePolicy) -> int:
-    if recompute is not RecomputePolicy.SELECTIVE or stage.kind is not StageKind.FORWARD:
+def _attention_bytes(
+    profile: ModelProfile, blocks: Iterable[int], recompute: RecomputePolicy
+) -> int:
+    if recompute is not RecomputePolicy.SELECTIVE:
         return 0
-    return sum(profile.blocks[block].attention_bytes for block in stage.blocks)
+    return sum(profile.blocks[block].attention_bytes for block in blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +149,7 @@ def stage_bytes(
         inputs, outputs = min(partition.num_forward, 1), min(partition.num_backward, 1)
     else:
         inputs, outputs = 2, int(not stage.has_head_backward)
-    attention = 0
-    if recompute is RecomputePolicy.SELECTIVE:
-        attention = sum(profile.blocks[block].attention_bytes for block in stage.blocks)
+    attention = _attention_bytes(profile, stage.blocks, recompute)
     trains = stage.kind is not StageKind.FORWARD
     return StageRun(
         stage=stage,
@@ -169,10 +170,37 @@ def worker_stage_runs(
     route: BoundaryRoute = BoundaryRoute.THROUGH_HOST,
 ) -> list[list[StageRun]]:
     """Return every worker's stage runs in order."""
+    stages = partition.stages()
     sizes = {
         stage: stage_bytes(profile, stage=stage, partition=partition, recompute=recompute)
-        for stage in partition.stages()
+        for stage in stages
     }
+    boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
+    makers = {stage: _makers(stage, partition, profile, recompute, route) for stage in stages}
+
+    def run_of(stage: Stage, actions: tuple[Action, ...], weight_bytes: int) -> StageRun:
+        each = sizes[stage]
+        inputs, outputs = len(actions) * each.input_bytes, len(actions) * each.output_bytes
+        if route is BoundaryRoute.DIRECT:
+            inputs = outputs = 0
+        elif route is BoundaryRoute.GRADIENTS_DIRECT and stage.kind is not StageKind.FORWARD:
+            inputs -= len(actions) * boundary * (stage.kind is StageKind.BACKWARD)  # the gradient
+            outputs = 0
+        direct = sum(
+            size  # what the own worker made needs no copy
+            for action in actions
+            for kind, index, size in makers[stage]
+            if schedule.worker_of(ActionKey(kind, index, action.microbatch)) != action.worker
+        )
+        return replace(
+            each,
+            actions=actions,
+            weight_bytes=weight_bytes,
+            input_bytes=inputs,
+            output_bytes=outputs,
+            direct_bytes=direct,
+        )
+
     rows = []
     for worker, actions in enumerate(schedule.workers):
         runs = []
@@ -180,31 +208,16 @@ def worker_stage_runs(
         fresh: set[int] = set()
         for (kind, index), group in groupby(actions, key=lambda each: (each.kind, each.stage)):
             stage = partition.stage(kind, index)
-            each, some = sizes[stage], tuple(group)
-            staying = [profile.blocks[block] for block in blocks.intersection(stage.blocks)]
-            again = blocks.intersection(stage.blocks) - fresh
-            weight_bytes = each.weight_bytes - sum(block.parameter_bytes for block in staying)
-            parts = [profile.blocks[block] for block in again]  # gradients may be wider
+            staying = blocks.intersection(stage.blocks)
+            parts = [profile.blocks[block] for block in staying - fresh]
+            weight_bytes = sizes[stage].weight_bytes
+            weight_bytes -= sum(profile.blocks[block].parameter_bytes for block in staying)
+            # gradients may be wider
             weight_bytes += sum(min(part.trainable_bytes, part.parameter_bytes) for part in parts)
-            fresh |= again
-            runs.append(
-                replace(
-                    each,
-                    actions=some,
-                    weight_bytes=weight_bytes,
-                    input_bytes=len(some) * each.input_bytes,
-                    output_bytes=len(some) * each.output_bytes,
-                )
-            )
+            fresh |= staying
+            runs.append(run_of(stage, tuple(group), weight_bytes))
         rows.append(runs)
-    if route is BoundaryRoute.THROUGH_HOST:
-        return rows
-    boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
-    makers = {stage: _makers(stage, partition, profile, recompute, route) for stage in sizes}
-    return [
-        [_directly(run, makers[run.stage], schedule, boundary, route) for run in row]
-        for row in rows
-    ]
+    return rows
 
 
 def _makers(
@@ -215,6 +228,8 @@ def _makers(
     route: BoundaryRoute,
 ) -> list[tuple[StageKind, int, int]]:
     """Return the stages whose results a stage takes directly, and how large they are."""
+    if route is BoundaryRoute.THROUGH_HOST:
+        return []
     is_all = route is BoundaryRoute.DIRECT
     boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
     found = [
@@ -222,32 +237,9 @@ def _makers(
         for kind, index, _ in stage_dependencies(stage.kind, stage.index, partition)
         if is_all or kind is not StageKind.FORWARD
     ]
-    if is_all and recompute is RecomputePolicy.SELECTIVE and stage.kind is StageKind.BACKWARD:
-        for maker in partition.stages()[: partition.num_forward]:
-            both = set(maker.blocks).intersection(stage.blocks)
-            size = sum(profile.blocks[block].attention_bytes for block in both)
-            found += [(maker.kind, maker.index, size)] if size else []
+    for maker in partition.stages()[: partition.num_forward]:
+        both = set(maker.blocks).intersection(stage.blocks)
+        size = _attention_bytes(profile, both, recompute)
+        if is_all and size and stage.kind is StageKind.BACKWARD:
+            found.append((maker.kind, maker.index, size))
     return found
-
-
-def _directly(
-    run: StageRun,
-    makers: Sequence[tuple[StageKind, int, int]],
-    schedule: Schedule,
-    boundary_bytes: int,
-    route: BoundaryRoute,
-) -> StageRun:
-    """Take from a stage run what does not pass the host; what its own worker made needs no copy."""
-    direct = sum(
-        size
-        for action in run.actions
-        for kind, index, size in makers
-        if schedule.worker_of(ActionKey(kind, index, action.microbatch)) != action.worker
-    )
-    if route is BoundaryRoute.DIRECT:
-        return replace(run, input_bytes=0, output_bytes=0, direct_bytes=direct)
-    if run.stage.kind is StageKind.BACKWARD:
-        inputs = run.input_bytes - len(run.actions) * boundary_bytes  # the gradient
-        return replace(run, input_bytes=inputs, output_bytes=0, direct_bytes=direct)
-    outputs = 0 if run.stage.kind is StageKind.FUSED else run.output_bytes
-    return replace(run, output_bytes=outputs)

@@ -50,9 +50,6 @@ class MatrixRates:
         float16: In float16, sums in float32.
         float16_accumulate_float16: In float16, sums in float16 too, which doubles the rate of
             GeForce cards; None: not faster here.
-
-    Raises:
-        HardwareError: A rate is not a positive number.
     """
 
     float32: float
@@ -91,9 +88,6 @@ class Efficiency:
         memory: Whatever a device's memory moves, of `HardwareSpec.memory_bytes_per_second`.
         host: What the processor does with parameters and gradients, of
             `HardwareSpec.host_bytes_per_second`; a property of the host, not a kind of work.
-
-    Raises:
-        HardwareError: A share is not in this range.
     """
 
     matrix: float = 1.0
@@ -238,14 +232,9 @@ _FITTED = {"matrix": 0.9, "attention": 0.7, "memory": 0.85, "host": 0.55}
 """Shares fitted to published numbers of RTX 4090 (docs/planning.md), taken over for all GPUs."""
 
 _AROUND = (
-    "name",
-    "num_devices",
-    "devices_per_root",
-    "root_upload_bytes_per_second",
-    "root_download_bytes_per_second",
-    "host_bytes_per_second",
-    "disk_bytes_per_second",
-    "network_bytes_per_second",
+    *("name", "num_devices", "devices_per_root"),
+    *("root_upload_bytes_per_second", "root_download_bytes_per_second"),
+    *("host_bytes_per_second", "disk_bytes_per_second", "network_bytes_per_second"),
 )
 """Figures of a machine around its devices."""
 
@@ -278,19 +267,11 @@ def load_hardware(source: str | os.PathLike[str]) -> HardwareSpec:
 
 
 def network_rate(name: object) -> float:
-    """Return the bytes per second, each way, of a network such as `10GbE`.
-
-    Raises:
-        HardwareError: It is no number of GbE.
-    """
-    found = re.fullmatch(r"([0-9.]*[0-9])GbE", str(name), re.IGNORECASE)
-    try:
-        rate = float(found[1]) * 1e9 / 8 if found else 0.0
-    except ValueError:
-        rate = 0.0
-    if rate <= 0:
+    """Return the bytes per second, each way, of a network such as `10GbE`; else HardwareError."""
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)GbE", str(name), re.IGNORECASE)
+    if found is None or float(found[1]) <= 0:
         raise HardwareError(f"network={name}: give gigabits per second, such as network=10GbE.")
-    return rate
+    return float(found[1]) * 1e9 / 8
 
 
 def _named(name: str) -> dict[str, Any]:
@@ -338,11 +319,7 @@ def hardware_from_mapping(
     devices = figures.pop("devices", None)
     if devices == "auto":
         devices = figures.get("cpu_workers")
-    figures = {
-        key: value
-        for key, value in figures.items()
-        if key not in _RUN_SETTINGS and value is not None
-    }
+    figures = {k: v for k, v in figures.items() if k not in _RUN_SETTINGS and v is not None}
     if isinstance(devices, Mapping):
         return _of_names(devices, figures, folder)
     if devices is not None:
@@ -357,16 +334,16 @@ def hardware_from_mapping(
     if "unequal" in figures:
         figures["unequal"] = tuple(map(hardware_from_mapping, figures["unequal"]))
     spec = _make(HardwareSpec, figures, prefix="")
-    if spec.devices_per_root > spec.num_devices and not spec.shares_host_memory:
-        raise HardwareError(
-            f"devices_per_root={spec.devices_per_root}, but there are {spec.num_devices} devices: "
-            "correct one of the two."
+    wrong = None
+    if spec.devices_per_root > spec.num_devices:
+        wrong = (
+            f"devices_per_root={spec.devices_per_root}, but there are {spec.num_devices} devices"
         )
-    if spec.reserved_bytes >= spec.device_bytes and not spec.shares_host_memory:
-        raise HardwareError(
-            f"reserved_bytes={spec.reserved_bytes} leaves nothing of device_bytes="
-            f"{spec.device_bytes}: correct one of the two."
-        )
+    elif spec.reserved_bytes >= spec.device_bytes:
+        size = spec.device_bytes
+        wrong = f"reserved_bytes={spec.reserved_bytes} leaves nothing of device_bytes={size}"
+    if wrong and not spec.shares_host_memory:
+        raise HardwareError(f"{wrong}: correct one of the two.")
     return spec
 
 
@@ -454,11 +431,7 @@ def hardware_to_mapping(spec: HardwareSpec) -> dict[str, Any]:
 
 
 def config_folder() -> Path:
-    """The folder `conf`: in a wheel inside the package, in a checkout beside it.
-
-    Raises:
-        HardwareError: It is in neither place.
-    """
+    """The folder `conf`: in a wheel inside the package, in a checkout beside it."""
     package = Path(__file__).resolve().parents[2]
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / "hardware").is_dir():

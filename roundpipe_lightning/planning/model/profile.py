@@ -162,16 +162,8 @@ def prefix_sums(values: Sequence[float]) -> npt.NDArray[np.float64]:
 
 
 def fingerprint(parts: Iterable[str]) -> str:
-    """Return a short stable hash of the lines that describe a model's structure.
-
-    Args:
-        parts: For instance `name dtype shape` of every parameter, in order.
-    """
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode())
-        digest.update(b"\n")
-    return digest.hexdigest()[:16]
+    """Return a short stable hash of the lines that describe a model's structure, in order."""
+    return hashlib.sha256("".join(f"{part}\n" for part in parts).encode()).hexdigest()[:16]
 
 
 HALF_LIFE_STEPS = 8.0
@@ -243,13 +235,10 @@ class MeasuredProfile:
     def _current(self) -> list[float]:
         """All terms: measured ones as they are, others scaled to those of their kind, or to all."""
         num_blocks = self._estimate.num_blocks
-        kinds = [range(num_blocks), range(num_blocks, 2 * num_blocks)]
-        everything = self._ratio(range(len(self._terms)), otherwise=1.0)
-        ratios = [everything] * len(self._terms)
-        for kind in kinds:
-            ratio = self._ratio(kind, otherwise=everything)
-            for term in kind:
-                ratios[term] = ratio
+        whole = self._ratio(range(len(self._terms)), otherwise=1.0)
+        forward = self._ratio(range(num_blocks), otherwise=whole)
+        both = self._ratio(range(num_blocks, 2 * num_blocks), otherwise=whole)
+        ratios = [forward] * num_blocks + [both] * num_blocks + [whole] * 3
         return [
             estimate * ratio if seconds is None else seconds
             for estimate, ratio, seconds in zip(self._terms, ratios, self._seconds, strict=True)
@@ -292,15 +281,10 @@ class MeasuredProfile:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Take over what `state_dict` returned.
-
-        Returns:
-            Whether it was of this model; if not, nothing is changed.
-        """
+        """Take over what `state_dict` returned, if it was of this model; return whether it was."""
         seconds = state.get("seconds", ())
-        if state.get("fingerprint") != self._estimate.fingerprint or len(seconds) != len(
-            self._terms
-        ):
+        is_its = state.get("fingerprint") == self._estimate.fingerprint
+        if not is_its or len(seconds) != len(self._terms):
             return False
         self.num_steps = int(state["num_steps"])
         self._seconds = [None if value is None else float(value) for value in seconds]

@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from typing_extensions import Self
 
-from roundpipe_lightning.errors import ConfigurationError, PlanError
+from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy, StageKind
@@ -26,15 +27,7 @@ from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePol
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchShape:
-    """Shape of a microbatch.
-
-    Attributes:
-        sequences: Number of sequences, b.
-        seq_len: Tokens of each, s.
-
-    Raises:
-        PlanError: A number is less than 1.
-    """
+    """A number of sequences, b, of s tokens each; PlanError: a number is less than 1."""
 
     sequences: int
     seq_len: int
@@ -77,10 +70,7 @@ class Amount(_Summed):
     def fit(cls, short: float, long: float, double: float, *, seq_len: int) -> Amount:
         """Return the amount that has three given values.
 
-        Args:
-            short: Value for one sequence of `seq_len` tokens.
-            long: Value for one sequence of twice as many tokens.
-            double: Value for two sequences of `seq_len` tokens.
+        They are for one sequence of `seq_len` tokens, for one of twice as many, and for two.
         """
         per_square = (long - double) / (2 * seq_len**2)
         per_token = (double - short) / seq_len - per_square * seq_len
@@ -254,51 +244,51 @@ def time_model(
 ) -> ModelProfile:
     """Return the planner's view of a model on a machine; `dtype` names a rate of `MatrixRates`."""
 
-    def timed(part: BlockWork, sized: BlockProfile) -> BlockProfile:
+    def timed(part: BlockWork) -> BlockProfile:
         attention = part.forward.attention_operations.of(shape)
+        forward, backward = (
+            work_seconds(each, hardware=hardware, shape=shape, dtype=dtype)
+            for each in (part.forward, part.backward)
+        )
         return replace(
-            sized,
-            forward_seconds=work_seconds(part.forward, hardware=hardware, shape=shape, dtype=dtype),
-            backward_seconds=work_seconds(
-                part.backward, hardware=hardware, shape=shape, dtype=dtype
-            ),
+            _sized(part, shape=shape),
+            forward_seconds=forward,
+            backward_seconds=backward,
             attention_seconds=hardware.attention_seconds(attention, dtype=dtype),
         )
 
-    sized = size_model(work, shape=shape)
-    return replace(
-        sized,
-        blocks=tuple(map(timed, work.blocks, sized.blocks)),
-        head=timed(work.head, sized.head),
-        tail=timed(work.tail, sized.tail),
-    )
+    return _profile_of(work, timed)
 
 
 def size_model(work: WorkProfile, *, shape: MicrobatchShape) -> ModelProfile:
     """Return a model's sizes for a microbatch; all durations are 0."""
+    return _profile_of(work, partial(_sized, shape=shape))
 
-    def sized(part: BlockWork) -> BlockProfile:
-        kept = part.kept_bytes.of(shape)
-        return BlockProfile(
-            name=part.name,
-            parameter_bytes=part.parameter_bytes,
-            trainable_bytes=part.trainable_bytes,
-            num_quantizable=part.num_quantizable,
-            quantizable_bytes=part.quantizable_bytes,
-            boundary_bytes=round(part.boundary_bytes.of(shape)),
-            activation_bytes=max(0, round(kept)),
-            working_bytes=max(0, round(part.peak_bytes.of(shape) - kept)),
-            forward_bytes=round(part.forward_peak_bytes.of(shape)),
-            attention_bytes=max(0, round(part.attention_bytes.of(shape))),
-            has_backward=part.has_backward,
-        )
 
+def _profile_of(work: WorkProfile, profile: Callable[[BlockWork], BlockProfile]) -> ModelProfile:
     return ModelProfile(
-        blocks=tuple(sized(block) for block in work.blocks),
-        head=sized(work.head),
-        tail=sized(work.tail),
+        blocks=tuple(map(profile, work.blocks)),
+        head=profile(work.head),
+        tail=profile(work.tail),
         fingerprint=work.fingerprint,
         cuts=work.cuts,
+    )
+
+
+def _sized(part: BlockWork, *, shape: MicrobatchShape) -> BlockProfile:
+    kept = part.kept_bytes.of(shape)
+    return BlockProfile(
+        name=part.name,
+        parameter_bytes=part.parameter_bytes,
+        trainable_bytes=part.trainable_bytes,
+        num_quantizable=part.num_quantizable,
+        quantizable_bytes=part.quantizable_bytes,
+        boundary_bytes=round(part.boundary_bytes.of(shape)),
+        activation_bytes=max(0, round(kept)),
+        working_bytes=max(0, round(part.peak_bytes.of(shape) - kept)),
+        forward_bytes=round(part.forward_peak_bytes.of(shape)),
+        attention_bytes=max(0, round(part.attention_bytes.of(shape))),
+        has_backward=part.has_backward,
     )
 
 
@@ -384,9 +374,6 @@ class ParameterStorage:
         optimizer_bytes: Of its optimizer state in memory.
         disk_bytes: Of its optimizer state on disk.
         frozen_bits: Of a frozen parameter that can be quantised: 16, 8 or 4, beside its scales.
-
-    Raises:
-        ConfigurationError: A figure is negative, or there is no format of so many bits.
     """
 
     weights: WeightStorage = WeightStorage.PAGE_LOCKED
@@ -395,13 +382,6 @@ class ParameterStorage:
     optimizer_bytes: float = 8.0
     disk_bytes: float = 0.0
     frozen_bits: int = 16
-
-    def __post_init__(self) -> None:
-        for name in ("master_bytes", "gradient_bytes", "optimizer_bytes", "disk_bytes"):
-            if not getattr(self, name) >= 0:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give 0 or more.")
-        if self.frozen_bits not in (16, 8, 4):
-            raise ConfigurationError(f"frozen_bits={self.frozen_bits!r}: give 16, 8 or 4.")
 
     @property
     def update_bytes(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from roundpipe_lightning.planning.cost.device_memory import size_text
 from roundpipe_lightning.planning.cost.memory import MemoryReport
@@ -109,10 +110,9 @@ class PlanDescription:
     def _slot_lines(self) -> Iterator[str]:
         if self.job.hardware.shares_host_memory:
             return
-        ahead = "the next stage's weights come while one computes"
-        alone = "the next stage's weights come when one has ended"
-        slots = ("2", ahead) if self.plan.weight_slots == 2 else ("1", alone)
-        yield f"Slots for weights: {slots[0]} ({slots[1]})"
+        slots = self.plan.weight_slots
+        when = "while one computes" if slots == 2 else "when one has ended"
+        yield f"Slots for weights: {slots} (the next stage's weights come {when})"
         if self.plan.resident:
             counts = sorted({len(blocks) for blocks in self.plan.resident})
             number = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
@@ -184,12 +184,6 @@ def count_text(number: int, noun: str) -> str:
 
 def _runs(counts: tuple[int, ...]) -> str:
     """Stage sizes, equal neighbours together: `3 x 2, 1`."""
-    if not counts:
-        return "none"
-    runs: list[list[int]] = []
-    for count in counts:
-        if runs and runs[-1][1] == count:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, count])
-    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for times, count in runs)
+    runs = ((len(list(same)), count) for count, same in groupby(counts))
+    texts = (f"{times} x {count}" if times > 1 else str(count) for times, count in runs)
+    return ", ".join(texts) or "none"

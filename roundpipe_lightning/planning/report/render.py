@@ -18,12 +18,9 @@ from roundpipe_lightning.planning.schedule.stages import StageKind
 
 
 def render_trace(timelines: Mapping[str, Timeline]) -> str:
-    """Write timelines in the Trace Event Format, which ui.perfetto.dev opens.
+    """Write timelines by their titles in the Trace Event Format, which ui.perfetto.dev opens.
 
     Every timeline is a process, every worker a thread of it; times are in microseconds.
-
-    Args:
-        timelines: By title, e.g. `{"predicted": ..., "measured": ...}`.
     """
     events: list[dict[str, Any]] = []
     for process, (title, timeline) in enumerate(timelines.items()):
@@ -84,7 +81,7 @@ def render_svg(
 
     Args:
         timelines: By title, e.g. `{"predicted": ..., "measured": ...}`; drawn from top to bottom.
-        width: Width of the picture in pixels.
+        width: Of the picture in pixels.
         notes: What to add to a timeline's caption, by title.
     """
     longest = max((line.makespan_seconds for line in timelines.values()), default=0.0) or 1.0
@@ -126,7 +123,7 @@ def _style() -> str:
     return (
         f"text{{fill:#212529}}.c{{font-weight:bold}}.n{{text-anchor:end}}.i{{fill:{_IDLE}}}"
         ".w{fill:#fff;fill-opacity:.65}.l{font-size:9px}.t{font-size:10px;text-anchor:middle}"
-        f".a{{stroke:#868e96;stroke-width:1}}{fills}"
+        f".a{{fill:#868e96}}{fills}"
     )
 
 
@@ -166,15 +163,14 @@ def _entry(entry: TimelineEntry, y: int, scale: float, origin: float) -> str:
 
 
 def _axis(top: int, longest: float, scale: float) -> Iterator[str]:
-    end = _MARGIN + longest * scale
-    yield f'<path class="a" d="M{_MARGIN} {top}H{_number(end)}"/>'
+    yield _rect(_MARGIN, top, longest * scale, 1, "a")
     step = _tick_seconds(longest)
     unit, factor = ("s", 1.0) if longest >= 1.0 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
     for number in range(math.floor(longest / step * (1 + 1e-9)) + 1):
-        x = _number(_MARGIN + number * step * scale)
-        yield f'<path class="a" d="M{x} {top}v4"/>'
-        text = f"{number * step * factor:.6g}"
-        yield f'<text x="{x}" y="{top + 14}" class="t">{text if number else f"0 {unit}"}</text>'
+        x = _MARGIN + number * step * scale
+        yield _rect(x, top, 1, 4, "a")
+        text = f"{number * step * factor:.6g}" if number else f"0 {unit}"
+        yield f'<text x="{_number(x)}" y="{top + 14}" class="t">{text}</text>'
 
 
 def _tick_seconds(longest: float) -> float:
@@ -246,21 +242,8 @@ def _drawn(svg: str) -> Any:
             font = ImageFont.load_default(float(look["font-size"].removesuffix("px")) * _SCALE)
             anchor = {"start": "ls", "middle": "ms", "end": "rs"}[look.get("text-anchor", "start")]
             pen.text((x, y), element.text or "", fill="#212529", font=font, anchor=anchor)
-        elif kind in ("path", "polyline"):
-            points = [(a * _SCALE, b * _SCALE) for a, b in _points(look)]
+        elif kind == "polyline":
+            pairs = (pair.split(",") for pair in look["points"].split())
+            points = [(float(a) * _SCALE, float(b) * _SCALE) for a, b in pairs]
             pen.line(points, fill=look["stroke"], width=round(line) or _SCALE, joint="curve")
     return image
-
-
-def _points(look: dict[str, str]) -> list[tuple[float, float]]:
-    """The corners of a polyline, or of a path of lines along the axes."""
-    if "points" in look:
-        pairs = (pair.split(",") for pair in look["points"].split())
-        return [(float(x), float(y)) for x, y in pairs]
-    found, x, y = list[tuple[float, float]](), 0.0, 0.0
-    for command, text in re.findall(r"([MHVv])([\d. ]+)", look["d"]):
-        values = [float(value) for value in text.split()]
-        x = values[0] if command in "MH" else x
-        y = values[-1] if command in "MV" else y + values[0] if command == "v" else y
-        found.append((x, y))
-    return found

@@ -57,9 +57,6 @@ def idle_seconds(timeline: Timeline, *, partition: Partition) -> dict[IdleCause,
 
     The values add up to `num_workers * makespan_seconds - busy_seconds`. Causes that a timeline
     does not show are 0.
-
-    Raises:
-        PlanError: The timeline has an action that the partition does not have.
     """
     ended = {entry.action.key: entry.end_seconds for entry in timeline.entries}
     total = dict.fromkeys(IdleCause, 0.0)
@@ -169,7 +166,7 @@ class StepRecord:
         return waited - sum(entry.waiting_seconds for entry in self.timeline.entries)
 
     def idle_seconds(self) -> dict[IdleCause, float]:
-        """Return the workers' idle time between the step's first action and its last, by cause."""
+        """As the function of this name, with the waits that the engine has counted."""
         found = idle_seconds(self.timeline, partition=self.plan.partition)
         uploads = self.counters.upload_wait_seconds
         found[IdleCause.UPLOAD] += uploads
@@ -228,11 +225,7 @@ class WorkerState:
 
 @dataclass(frozen=True, kw_only=True)
 class StepProgress:
-    """Progress of a step.
-
-    Attributes:
-        running: The actions that have begun and not ended, with the seconds since they began.
-    """
+    """Progress of a step; `running` has the seconds since unfinished actions began."""
 
     plan: Plan
     ended: Collection[ActionKey]

@@ -281,11 +281,7 @@ class Plan(PipelineLayout):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read the JSON form.
-
-        Raises:
-            PlanError: If the text is not a plan of this version, or a plan that cannot run.
-        """
+        """Read the JSON form; PlanError: it is none of this version, or of a plan that can run."""
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
@@ -323,11 +319,7 @@ class Plan(PipelineLayout):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a saved plan.
-
-        Raises:
-            PlanError: If there is no such file, or it is not a plan that this version can run.
-        """
+        """Read a saved plan; PlanError: there is none, or as for `from_json`."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except FileNotFoundError as error:
@@ -379,16 +371,11 @@ def turns_of_batch(plan: Plan) -> int:
     0 where a plan is not laid round the workers, and where blocks stay on some workers that others
     do not have and that were not chosen for a stream of batches.
     """
-    if not _may_rotate(plan):
+    stays = plan.speeds or (len(set(plan.resident)) > 1 and plan.num_batches == 1)
+    if stays or plan.schedule != schedule_of(plan, num_workers=plan.num_workers):
         return 0
     num_turns = plan.partition.num_stages * plan.num_rounds
     return num_turns * plan.team_size % plan.num_workers
-
-
-def _may_rotate(plan: Plan) -> bool:
-    if plan.speeds or (len(set(plan.resident)) > 1 and plan.num_batches == 1):
-        return False
-    return plan.schedule == schedule_of(plan, num_workers=plan.num_workers)
 
 
 def rotated(plan: Plan, num_workers: int) -> Plan:

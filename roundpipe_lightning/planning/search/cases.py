@@ -53,10 +53,7 @@ ONES = StageLimits(forward=1, fused=0, backward=1)
 
 
 def limits_within(footprint: Footprint, *, config: PipelineConfig) -> StageLimits | None:
-    """Return the most blocks per stage with which every device can hold its part.
-
-    None where stages of one block do not fit.
-    """
+    """Return the most blocks per stage with which every device holds its part; None: not one."""
     widest = widest_limits(footprint, config=config)
     return widest and joint_limits(widest, footprint=footprint, config=config)
 
@@ -88,16 +85,6 @@ def joint_limits(
     while not are_held(limits, footprint=footprint, config=config):
         limits = _narrower(limits)
     return limits
-
-
-def even_share(
-    limits: StageLimits, *, profile: ModelProfile, hardware: HardwareSpec
-) -> StageLimits:
-    """Return limits for a profile that may say nothing about activations."""
-    if any(block.activation_bytes or block.working_bytes for block in profile.blocks):
-        return limits
-    share = max(-(-profile.num_blocks // hardware.num_devices), 1)
-    return limits.within(StageLimits(forward=2 * share, backward=share, fused=share))
 
 
 def are_held(limits: StageLimits, *, footprint: Footprint, config: PipelineConfig) -> bool:
@@ -362,13 +349,10 @@ class Case:
 def find_cases(
     steps: Steps, *, hardware: HardwareSpec, request: PlanningRequest, num_batches: int
 ) -> list[Case]:
-    """Return every case in which devices can hold a stage of one block.
+    """Return every case in which devices can hold a stage of one block; FitError: there is none.
 
-    Plans are compared by a stream of `num_batches` accumulated batches.
-
-    Raises:
-        FitError: If a device cannot hold a block in any of them.
-        PlanError: If the request contradicts the machine.
+    Plans are compared by a stream of `num_batches` accumulated batches. PlanError: the request
+    contradicts the machine.
     """
     configs = pipeline_configs(hardware, request, num_batches=num_batches)
     profile = steps(request.microbatch_choices[0]).profile
@@ -409,9 +393,14 @@ def find_cases(
 
 
 def _wanted(limits: StageLimits, footprint: Footprint, request: PlanningRequest) -> StageLimits:
+    """Return the limits that are asked for, or those of a profile that knows no activations."""
+    blocks = footprint.profile.blocks
     if request.hints.limits:
         return request.hints.limited(limits)
-    return even_share(limits, profile=footprint.profile, hardware=footprint.hardware)
+    if any(block.activation_bytes or block.working_bytes for block in blocks):
+        return limits
+    share = max(-(-len(blocks) // footprint.hardware.num_devices), 1)
+    return limits.within(StageLimits(forward=2 * share, backward=share, fused=share))
 
 
 def pipeline_configs(

@@ -11,7 +11,7 @@ do not depend on what was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,7 @@ from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineL
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.search.cases import (
     ONES,
+    Admits,
     are_held,
     largest_stages,
     limits_within,
@@ -118,8 +119,8 @@ class TrainingJob:
     @property
     def exchange(self) -> Exchange:
         """What this host exchanges with others in a step."""
-        return Exchange.of(
-            self.work,
+        return Exchange(
+            work=self.work,
             storage=self.storage,
             hardware=self.hardware,
             steps_at_end=self.clips or self.accumulates,
@@ -150,8 +151,7 @@ class FitAnswer:
 
     Attributes:
         layout: The stages, teams and rounds; the smallest stages where none fit a device.
-        planned: The plan; None where a device cannot hold even the smallest stages.
-        reason_no_plan: Why there is no plan; empty where there is one.
+        planned: The plan; None, with the reason, where a device holds not even the smallest stages.
     """
 
     job: TrainingJob
@@ -251,16 +251,15 @@ def fits_memory(job: TrainingJob) -> bool:
     footprint = job.memory.footprint(job.shape)
     profile = footprint.profile
     if job.hints.cuts:
-        wanted = job.hints.partitions(
-            job.work.block_names, limits=_hint_limits(job), cuts=job.work.cuts
-        )
+        limits = job.hints.limited(StageLimits.none(profile.num_blocks))
+        wanted = job.hints.partitions(job.work.block_names, limits=limits, cuts=job.work.cuts)
         return any(_fits(job, t.with_stages(p)) for t in _configs(job) for p in wanted)
     for config in _configs(job):
         if _fits(job, config.with_stages(largest_stages(profile, ONES))):
             return True
-        limits = limits_within(footprint, config=config)  # fewer stages, fewer boundaries
-        if limits is not None:
-            largest = largest_stages(profile, job.hints.limited(limits))
+        most = limits_within(footprint, config=config)  # fewer stages, fewer boundaries
+        if most is not None:
+            largest = largest_stages(profile, job.hints.limited(most))
             if _fits(job, config.with_stages(largest)):
                 return True
     return False
@@ -301,10 +300,20 @@ def _plan(jobs: Mapping[int, TrainingJob]) -> PlannedTraining:
         each = jobs[layout.num_microbatches // layout.num_batches]
         return each.memory.host_fits(layout, shape=each.shape)
 
+    request = _request(job, tuple(jobs))
+    return _planned(job, request, lambda count: jobs[count].profile, admits)
+
+
+def _planned(
+    job: TrainingJob,
+    request: PlanningRequest,
+    profile: ModelProfile | Callable[[int], ModelProfile],
+    admits: Admits | None = None,
+) -> PlannedTraining:
     return plan_training(
-        lambda count: jobs[count].profile,
+        profile,
         hardware=job.hardware,
-        request=_request(job, tuple(jobs)),
+        request=request,
         admits=admits,
         storage=job.storage,
         num_trainable=job.work.num_trainable,
@@ -322,10 +331,6 @@ def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
         speeds=job.speeds,
         joined=job.joined,
     )
-
-
-def _hint_limits(job: TrainingJob) -> StageLimits:
-    return job.hints.limited(StageLimits.none(len(job.work.blocks)))
 
 
 def _smallest(job: TrainingJob) -> FitAnswer:
@@ -378,7 +383,9 @@ def improved_plan(
     hints = replace(job.hints, **fixed)
     asked = PartitionHints(**fixed, **cuts)
     try:
-        before = _planned(plan, profile, replace(job, hints=asked))
+        one = replace(job, num_batches=1)
+        request = _request(one, (plan.num_microbatches,))
+        before = _planned(one, replace(request, hints=asked), profile)
         seconds = before.seconds
         # a step in which no worker ever waits and no block runs forward twice
         least = profile.busy_seconds * plan.num_microbatches / plan.num_workers
@@ -387,18 +394,7 @@ def improved_plan(
             return None
         if remaining_steps is not None and possible * remaining_steps < planning_seconds:
             return None
-        after = _planned(plan, profile, replace(job, hints=hints))
+        after = _planned(one, replace(request, hints=hints), profile)
     except FitError:  # no stages fit
         return None
     return (before, after) if after.seconds <= (1 - LEAST_GAIN) * seconds else None
-
-
-def _planned(plan: Plan, profile: ModelProfile, job: TrainingJob) -> PlannedTraining:
-    return plan_training(
-        profile,
-        hardware=job.hardware,
-        storage=job.storage,
-        num_trainable=job.work.num_trainable,
-        timing=job.timing,
-        request=_request(replace(job, num_batches=1), (plan.num_microbatches,)),
-    )

@@ -1,12 +1,10 @@
 """Cuts a chain of blocks into stages, and searches for the cut with the shortest step.
 
-Even stages are not the best: while the pipeline fills, every worker waits for all stages before its
-first, and while it drains, for all after its last. So good partitions have short FORWARD stages
-first that grow, and BACKWARD stages that shrink towards the end. The search begins with even
-partitions and varies the best ones: it moves blocks to other stages or to new ones, changes the
-fused stage, or takes the other half of another partition. `Evaluator` measures all variants at
-once. First stages stand in the order of their sizes; then in any order, which matters where blocks
-differ. Same arguments, same result: the random numbers are seeded.
+The search begins with even partitions and varies the best ones: it moves blocks to other stages or
+to new ones, changes the fused stage, or takes the other half of another partition. `Evaluator`
+measures all variants at once. First stages stand in the order of their sizes (docs/planning.md says
+why); then in any order, which matters where blocks differ. Same arguments, same result: the random
+numbers are seeded.
 
 Cost: `Effort.num_actions` bounds the number of simulated actions, about 3e7 per second and core.
 """
@@ -23,7 +21,6 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.cost.costs import Evaluator, PartitionTable
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.schedule.stages import (
@@ -76,15 +73,9 @@ def balanced_cuts(
     there are as few parts as can be without a heavier one.
 
     Args:
-        weights: Non-negative weights.
         num_parts: How many parts there are at most, besides those that the cuts make.
         cuts: Ascending indices i such that weights i-1 and i are in different parts.
-
-    Raises:
-        PlanError: If `num_parts` is less than 1.
     """
-    if num_parts < 1:
-        raise PlanError(f"num_parts={num_parts} must be 1 or more.")
     sums = np.cumsum([0.0, *(weights if sum(weights) else [1.0] * len(weights))])
     shares = sums[-1] * np.arange(1, num_parts) / num_parts
     middles = (sums[1:] + sums[:-1]) / 2

@@ -1,13 +1,8 @@
 """From a model and a machine to the plan with the shortest step.
 
-Chosen together: the number of microbatches, the stages (uneven, asymmetric), the blocks of the
-fused stage, teams, rounds, slots for weights, what is recomputed and which blocks stay on a device.
-A team of T splits the plan into T pipelines that never meet, so it idles less the larger it is, but
-uploads every stage's weights T times: `simulate` decides between them.
-
 1. Every way for the microbatches to travel is a case, with the stages that fit the devices.
 2. `Evaluator` estimates the even partitions of every case. In the most promising ones
-   `search_partitions` looks for better ones, and the best of these are simulated.
+   `PartitionSearch` looks for better ones, and the best of these are simulated.
 3. Every even partition of every case that might still be better, by a bound on its step, is
    simulated too. So the plan is no worse than any of them.
 4. Partitions near the best one are simulated as long as they are better.
@@ -52,11 +47,7 @@ _BATCHES_SEARCHED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTraining:
-    """The planner's answer.
-
-    Attributes:
-        plan: The plan; its microbatches are those of all accumulated batches.
-    """
+    """A plan, whose microbatches are those of all accumulated batches, and its prediction."""
 
     plan: Plan
     prediction: StepPrediction

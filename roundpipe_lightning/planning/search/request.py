@@ -22,27 +22,18 @@ from roundpipe_lightning.planning.schedule.stages import (
 from roundpipe_lightning.planning.search.partition import QUICK, Effort, StageLimits, even_cuts
 
 _LEAST = {
-    "most_forward": 1,
-    "most_backward": 1,
-    "most_fused": 0,
-    "team_size": 1,
-    "round_size": 1,
-    "resident": 0,
+    **dict.fromkeys(("most_forward", "most_backward", "team_size", "round_size"), 1),
+    **dict.fromkeys(("most_fused", "resident"), 0),
 }
 """The least that a hint may be."""
-
 
 _SIMPLE = (RecomputePolicy.FULL, RecomputePolicy.NONE)
 
 _HINTS = (
-    "forward",
-    "backward",
-    "limits",
-    "team_size",
-    "round_size",
-    "weight_slots",
-    "resident",
+    *("forward", "backward", "limits"),
+    *("team_size", "round_size", "weight_slots", "resident"),
 )
+_STAGES = ("forward", "backward", "fused")
 
 
 def _check_keys(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -79,9 +70,6 @@ class PartitionHints:
         weight_slots: Stages whose weights a device holds at once, 1 or 2.
         resident: Blocks that stay on every device.
         like_teams: As of `PipelineConfig`; of a plan that is kept.
-
-    Raises:
-        PlanError: A hint cannot be kept by itself, or two contradict each other.
     """
 
     forward: tuple[int, ...] | None = None
@@ -238,11 +226,7 @@ class PartitionHints:
 
     @property
     def limits(self) -> dict[str, int]:
-        given = {
-            "forward": self.most_forward,
-            "backward": self.most_backward,
-            "fused": self.most_fused,
-        }
+        given = {name: getattr(self, f"most_{name}") for name in _STAGES}
         return {name: value for name, value in given.items() if value is not None}
 
     def limited(self, limits: StageLimits) -> StageLimits:
@@ -254,32 +238,25 @@ class PartitionHints:
         """Return the partitions that keep the fixed cuts; none where no cut is fixed.
 
         Where one cut is fixed, the other one is even, in any number of stages that the limits
-        allow.
-
-        Raises:
-            PlanError: A fixed stage spans a cut of the model.
+        allow. A stage that spans a cut of the model is a PlanError.
         """
-        found = self._partitions(len(block_names), limits=limits, cuts=cuts)
-        for partition in found:
-            check_partition(partition, cuts=cuts, block_names=block_names, what="partition hints")
-        return found
-
-    def _partitions(
-        self, num_blocks: int, *, limits: StageLimits, cuts: Sequence[int]
-    ) -> tuple[Partition, ...]:
         if not self.cuts:
             return ()
-        if self.forward is not None and self.backward is not None:
-            return (Partition(forward=self.forward, backward=self.backward),)
+        num_blocks = len(block_names)
         fixed = self.backward[0] if self.backward else num_blocks - sum(self.forward or ())
         rest = num_blocks - fixed
         inside = cuts_before(rest, cuts)
-        if self.backward is not None:
-            even = even_cuts(rest, most=limits.forward, cuts=inside)
-            return tuple(Partition(forward=counts, backward=self.backward) for counts in even)
-        assert self.forward is not None
-        even = even_cuts(rest, most=limits.backward, cuts=reversed_cuts(rest, inside))
-        return tuple(Partition(forward=self.forward, backward=(fixed, *counts)) for counts in even)
+        forward = [self.forward] if self.forward is not None else []
+        backward = [self.backward] if self.backward is not None else []
+        if not forward:
+            forward = [*even_cuts(rest, most=limits.forward, cuts=inside)]
+        if not backward:
+            back = even_cuts(rest, most=limits.backward, cuts=reversed_cuts(rest, inside))
+            backward = [(fixed, *counts) for counts in back]
+        found = tuple(Partition(forward=f, backward=b) for f in forward for b in backward)
+        for partition in found:
+            check_partition(partition, cuts=cuts, block_names=block_names, what="partition hints")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,10 +291,9 @@ class PlanningRequest:
 
     @property
     def recompute(self) -> tuple[RecomputePolicy, ...]:
-        """What BACKWARD stages may start from.
+        """What BACKWARD stages may start from: without NONE there is one, without others none.
 
-        Without NONE there is a BACKWARD stage, without the others there is none. Of several
-        SELECTIVE is chosen where it saves enough.
+        Of several SELECTIVE is chosen where it saves enough.
         """
         if self.hints.recompute:
             return self.hints.recompute
