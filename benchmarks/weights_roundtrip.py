@@ -22,7 +22,8 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from roundpipe_lightning.models.export import ExportOptions, export_pretrained
-from roundpipe_lightning.models.load import LoadOptions, load_pretrained
+from roundpipe_lightning.models.load import load_pretrained
+from roundpipe_lightning.models.source import ModelSource
 
 _SHARD_BYTES = 200_000  # several files for most models
 
@@ -48,9 +49,9 @@ def examine(name: str, folder: Path) -> dict[str, str]:
         return {"skipped": f"{type(error).__name__}: {error}"[:200]}
     report = {}
     try:
-        config = AutoConfig.from_pretrained(folder / "saved")
-        options = LoadOptions(dtype=torch.float32)
-        loaded = load_pretrained(str(folder / "saved"), config=config, options=options)
+        saved = str(folder / "saved")
+        source = ModelSource(architecture={}, hub_name=saved, weights="pretrained", dtype="float32")
+        loaded = load_pretrained(source, config=AutoConfig.from_pretrained(saved))
         report["load"] = ", ".join(different(wanted, loaded)) or "identical"
     except Exception as error:  # noqa: BLE001 - reported
         report["load"] = f"{type(error).__name__}: {error}"[:200]

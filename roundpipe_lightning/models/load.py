@@ -16,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -33,67 +32,18 @@ from roundpipe_lightning.planning.model.work import ParameterStorage
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+    from roundpipe_lightning.models.source import ModelSource
+
 _REPORTER = "transformers.modeling_utils"
 _QUESTION = "Is model.hub_name the model you mean, and is its config.json that of its weights?"
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """Options for reading weights.
-
-    Attributes:
-        dtype: Of the parameters; None keeps that of the configuration (`"auto"`).
-        attention: Transformers' attention implementation; None lets it choose.
-        unmatched: Regular expressions of tensors that may be missing from the checkpoint (they are
-            drawn anew) or that it may have besides (they are left out).
-        new_head: Whether what stands on top of the base model may be missing or another one.
-        mapped: Whether parameters stay in the files, frozen, where the files hold them as they are.
-        frozen_bits: 8 or 4 quantise the linear layers while the weights are read, and freeze the
-            model; 16 leaves them as they are.
-        trust_remote_code: Whether code that comes with the model may run.
-        others: Further keyword arguments of `from_pretrained`.
-    """
-
-    dtype: torch.dtype | None = None
-    attention: str | None = None
-    unmatched: Sequence[str] = ()
-    new_head: bool = False
-    mapped: bool = False
-    frozen_bits: int = 16
-    trust_remote_code: bool = False
-    others: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def quantizes(self) -> bool:
-        return self.frozen_bits < 16
-
-    @property
-    def hub(self) -> dict[str, Any]:
-        return {key: value for key, value in self.others.items() if key in _HUB_OPTIONS}
-
-    @property
-    def building(self) -> dict[str, Any]:
-        """Options that say how the model is built."""
-        options = {key: value for key, value in self.others.items() if key not in _HUB_OPTIONS}
-        if self.attention is not None:
-            options["attn_implementation"] = self.attention
-        return {"dtype": self.dtype or "auto", **options}
-
-
-def load_pretrained(
-    name: str,
-    *,
-    config: PreTrainedConfig,
-    options: LoadOptions,
-    auto_class: Any = None,
-) -> PreTrainedModel:
+def load_pretrained(source: ModelSource, *, config: PreTrainedConfig) -> PreTrainedModel:
     """A model with the weights of a local folder or of a name on the hub.
 
     Args:
         config: The configuration that is published with the weights.
-        auto_class: Transformers' automatic class of the model; None: `AutoModelForCausalLM`.
 
     Raises:
         ModelSourceError: A file is missing, damaged or a pickle of more than tensors; or tensors
@@ -102,44 +52,38 @@ def load_pretrained(
         ConfigurationError: The files cannot be mapped.
         OSError: The hub cannot be reached; as transformers raises it.
     """
-    if auto_class is None:
-        from transformers import AutoModelForCausalLM as auto_class  # noqa: N813
+    name, auto_class = str(source.hub_name), source.head.auto_class
+    trust: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
     if getattr(config, "quantization_config", None) is not None:
-        if options.mapped or options.quantizes:
+        if source.maps_weights or source.quantizes:
             raise ConfigurationError(
                 f"The weights of {name!r} are published in a quantised form that has to be "
                 "unpacked. Use model.frozen_weights=memory and model.frozen_bits=16."
             )
         # Its quantizer reads its own files in its own way.
-        model = auto_class.from_pretrained(
-            name,
-            config=config,
-            trust_remote_code=options.trust_remote_code,
-            **options.hub,
-            **options.building,
-        )
+        options = {**source.hub_options, **source.building_options}
+        model = auto_class.from_pretrained(name, config=config, **trust, **options)
         return cast("PreTrainedModel", model)
     with torch.device("meta"):
-        skeleton = auto_class.from_config(config, trust_remote_code=options.trust_remote_code)
-    _check_memory(skeleton, config=config, options=options, name=name)
-    files = find_weight_files(name, hub_options=options.hub)
-    build = partial(type(skeleton).from_pretrained, None, config=config, **options.building)
+        skeleton = auto_class.from_config(config, **trust)
+    _check_memory(skeleton, config=config, source=source)
+    hub_options = source.hub_options
+    files = find_weight_files(name, hub_options=hub_options)
+    build = partial(type(skeleton).from_pretrained, None, config=config, **source.building_options)
     # Weights that are quantised are read from the mapping: the whole of them is never in memory.
-    views = options.quantizes and all(file.suffix == ".safetensors" for file in files)
-    mapped: dict[int, Path] | None = {} if options.mapped or views else None
+    views = source.quantizes and all(file.suffix == ".safetensors" for file in files)
+    mapped: dict[int, Path] | None = {} if source.maps_weights or views else None
     with _one_tensor_at_a_time(), opened(files, mapped=mapped) as tensors:
-        _check_match(skeleton, tensors, build=build, options=options, name=name)
-        model = build(
-            state_dict=tensors,
-            ignore_mismatched_sizes=bool(options.unmatched) or options.new_head,
-        )
+        _check_match(skeleton, tensors, build=build, source=source)
+        may_differ = bool(source.unmatched_tensors) or source.has_new_head
+        model = build(state_dict=tensors, ignore_mismatched_sizes=may_differ)
     model.config.name_or_path = model.name_or_path = name
-    _load_generation_config(model, name, options=options)
-    if mapped is not None and options.mapped:
+    _load_generation_config(model, name, hub_options=hub_options)
+    if mapped is not None and source.maps_weights:
         map_frozen(model, mapped)
-    if options.quantizes:
-        quantize_frozen(model, options.frozen_bits)
-    if mapped is not None and not options.mapped:
+    if source.quantizes:
+        quantize_frozen(model, source.frozen_bits)
+    if mapped is not None and not source.maps_weights:
         for parameter in model.parameters():  # the mapping ends with its last view
             if parameter.data_ptr() in mapped:
                 parameter.data = parameter.data.clone()
@@ -147,21 +91,21 @@ def load_pretrained(
 
 
 def _check_memory(
-    skeleton: PreTrainedModel, *, config: PreTrainedConfig, options: LoadOptions, name: str
+    skeleton: PreTrainedModel, *, config: PreTrainedConfig, source: ModelSource
 ) -> None:
     """Refuse weights that have no room before any is read; FitError: they have none."""
-    if options.mapped:
+    if source.maps_weights:
         return
-    dtype = options.dtype or getattr(config, "dtype", None) or torch.float32
+    dtype = source.parameter_dtype or getattr(config, "dtype", None) or torch.float32
     count, saved = sum(parameter.numel() for parameter in skeleton.parameters()), 0.0
-    if options.quantizes:
+    if source.quantizes:
         skeleton.requires_grad_(False)
         packed = sum(getattr(*found).numel() for found in quantizable_weights(skeleton))
-        storage = ParameterStorage(frozen_bits=options.frozen_bits)
+        storage = ParameterStorage(frozen_bits=source.frozen_bits)
         saved = storage.saved_bytes(packed, packed * dtype.itemsize)
     check_host_memory(
         count * dtype.itemsize - saved,
-        what=f"Reading {name!r}",
+        what=f"Reading {source.hub_name!r}",
         way_out="Use a machine with more, model.dtype=bfloat16, or, where adapters alone are "
         "trained, model.frozen_weights=mmap or peft.frozen_bits=4.",
     )
@@ -182,14 +126,16 @@ def _one_tensor_at_a_time() -> Iterator[None]:
             os.environ[variable] = before
 
 
-def _load_generation_config(model: PreTrainedModel, name: str, *, options: LoadOptions) -> None:
+def _load_generation_config(
+    model: PreTrainedModel, name: str, *, hub_options: Mapping[str, Any]
+) -> None:
     """Take over how the published model generates, as `from_pretrained` does."""
     from transformers import GenerationConfig
 
     if not model.can_generate():
         return
     try:
-        model.generation_config = GenerationConfig.from_pretrained(name, **options.hub)
+        model.generation_config = GenerationConfig.from_pretrained(name, **hub_options)
     except OSError:  # there is none: the one made from the configuration stays
         return
     except ValueError as error:
@@ -206,8 +152,7 @@ def _check_match(
     tensors: Mapping[str, Any],
     *,
     build: Callable[..., Any],
-    options: LoadOptions,
-    name: str,
+    source: ModelSource,
 ) -> None:
     """Compare names and shapes, as they are once transformers has renamed and fused them.
 
@@ -228,12 +173,12 @@ def _check_match(
             except RuntimeError:
                 report = _ESCAPE.sub("", "\n".join(reports))
                 raise ModelSourceError(
-                    f"The tensors of {name!r} cannot be put together to the parameters of "
-                    f"{type(skeleton).__name__}:\n{report or error}\n{_QUESTION}"
+                    f"The tensors of {source.hub_name!r} cannot be put together to the parameters "
+                    f"of {type(skeleton).__name__}:\n{report or error}\n{_QUESTION}"
                 ) from error
-    meant = [re.compile(pattern) for pattern in options.unmatched]
+    meant = [re.compile(pattern) for pattern in source.unmatched_tensors]
     prefix = skeleton.base_model_prefix
-    if options.new_head and prefix:
+    if source.has_new_head and prefix:
         meant.append(re.compile(rf"^(?!{re.escape(prefix)}\.)"))
 
     def unexpected(keys: Iterable[str]) -> list[str]:
@@ -249,7 +194,7 @@ def _check_match(
         lines.append(f"  another shape: {key}, {has} instead of {wants}")
     if lines:
         raise ModelSourceError(
-            f"{len(lines)} tensors of {name!r} do not fit {type(skeleton).__name__}:\n"
+            f"{len(lines)} tensors of {source.hub_name!r} do not fit {type(skeleton).__name__}:\n"
             + "\n".join(lines)
             + f"\n{_QUESTION} Tensors that may differ are named by model.unmatched_tensors "
             "(regular expressions): missing ones are then drawn anew, extra ones left out."
@@ -350,13 +295,8 @@ def load_module(module: nn.Module, path: str | Path, *, dtype: torch.dtype | Non
 def draw_weights(module: nn.Module, *, seed: int) -> None:
     """Draw the weights of a module that is on the meta device, module by module.
 
-    Args:
-        module: A model of transformers, or one all of whose parts with parameters can
-            `reset_parameters`.
-        seed: Of the values. The global generator of the CPU is left as it was.
-
-    Raises:
-        ConfigurationError: A part has parameters and no way to draw them.
+    It is a model of transformers, or one all of whose parts with parameters can `reset_parameters`
+    (else a ConfigurationError). The global generator of the CPU is left as it was.
     """
     from transformers import PreTrainedModel
 

@@ -1,5 +1,6 @@
 """Modules of `train.py`: LightningModules without a line about pipelines."""
 
+from roundpipe_lightning.models.source import ModelSource
 from roundpipe_lightning.modules.adapters import Adapters
 from roundpipe_lightning.modules.language import (
     CausalLanguageModule,
@@ -19,7 +20,6 @@ from roundpipe_lightning.modules.preference import (
     RewardModule,
 )
 from roundpipe_lightning.modules.source import (
-    ModelSource,
     ProcessorSource,
     TokenizerSource,
     byte_level_tokenizer,

@@ -106,9 +106,6 @@ def peft_config(target: str, settings: Mapping[str, Any]) -> PeftConfig:
     Args:
         target: Its class: `peft.LoraConfig`.
         settings: Its fields; None leaves peft's default.
-
-    Raises:
-        ConfigurationError: The class or a setting is unknown, or a figure is out of its range.
     """
     import peft
 

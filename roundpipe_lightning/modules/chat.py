@@ -33,9 +33,6 @@ class ChatModule(LightningModule):
 
     Attributes:
         messages: What was said.
-
-    Raises:
-        ConfigurationError: The tokenizer has no chat template.
     """
 
     def __init__(

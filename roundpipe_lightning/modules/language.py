@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from typing_extensions import NotRequired, override
 
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.source import Head, ModelSource
 from roundpipe_lightning.modules.adapters import Adapters
-from roundpipe_lightning.modules.source import Head, ModelSource
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 """Makes the optimizer from the parameters, e.g. `functools.partial(torch.optim.AdamW, lr=1e-3)`."""
@@ -234,11 +234,7 @@ class CausalLanguageModule(TransformersModule):
         return {"input_ids": tokens, "labels": tokens}
 
     def forward(self, batch: TokenBatch) -> Any:
-        """The model's own output for a batch: its `loss` (a scalar) and its `logits`.
-
-        Args:
-            batch: Token ids, labels and what else the data gives, on one device.
-        """
+        """The model's own output for a batch: its `loss` (a scalar) and its `logits`."""
         model = self.built_model
         if "position_ids" in batch and runs_flash_attention(model):
             return model(**as_one_row(cast(Mapping[str, Tensor], batch)), use_cache=False)

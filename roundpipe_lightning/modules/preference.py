@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.models.source import Head, ModelSource
 from roundpipe_lightning.modules.adapters import Adapters
 from roundpipe_lightning.modules.language import TransformersModule
-from roundpipe_lightning.modules.source import Head, ModelSource
 
 _REFERENCE = "reference."
 
@@ -65,11 +65,7 @@ class PairModule(TransformersModule):
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
     def forward(self, batch: PreferenceBatch) -> Tensor:
-        """Scores of a batch of pairs, float32, shape (pairs, 2), the chosen answer's first.
-
-        Args:
-            batch: Pairs, on one device.
-        """
+        """Scores of a batch of pairs, float32, shape (pairs, 2), the chosen answer's first."""
         raise NotImplementedError
 
     def loss(self, scores: Tensor) -> Tensor:
@@ -112,9 +108,6 @@ class OddsRatioModule(PairModule):
         source: The architecture and where its weights come from.
         weight: Of the second term: $\lambda$, above 0.
         options: The other arguments of `TransformersModule`.
-
-    Raises:
-        ConfigurationError: The weight is not positive.
     """
 
     def __init__(self, source: ModelSource, *, weight: float = 0.1, **options: Any) -> None:
@@ -139,9 +132,6 @@ class RewardModule(PairModule):
 
     The loss of a pair, in nats, is $-\log \sigma(r(y_w) - r(y_l))$, equation 1 of arXiv 2203.02155
     for two answers. The model is `AutoModelForSequenceClassification` with one output.
-
-    Args:
-        source: It may be a causal language model's, whose head is left out.
     """
 
     task = "SEQ_CLS"
@@ -190,9 +180,6 @@ class DirectPreferenceModule(PairModule):
         label_smoothing: Share of pairs that are taken to be the wrong way round: $\epsilon$, from 0
             to below one half.
         options: The other arguments of `TransformersModule`.
-
-    Raises:
-        ConfigurationError: A figure is out of its range.
     """
 
     def __init__(
@@ -274,9 +261,6 @@ class KahnemanTverskyModule(DirectPreferenceModule):
             rarer ones: weight times number should be about that of the others.
         undesirable_weight: Of the others: $\lambda_U$, above 0.
         options: The other arguments of `DirectPreferenceModule`.
-
-    Raises:
-        ConfigurationError: A figure is out of its range.
     """
 
     averages_samples = False
@@ -353,9 +337,6 @@ def log_likelihoods(model: Any, batch: PreferenceBatch) -> Tensor:
     """Log-likelihoods of the answers under a model, in nats, float32, shape (pairs, answers).
 
     All answers go through the model in one call.
-
-    Args:
-        batch: Pairs, on one device.
     """
     labels = batch["labels"].flatten(0, 1)
     logits = model(

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from benchmarks.checkpoint_loading import run_case, write_checkpoint
 from roundpipe_lightning.errors import ConfigurationError, FitError, ModelSourceError
 from roundpipe_lightning.models.load import draw_weights, load_module
+from roundpipe_lightning.models.source import Head
 from roundpipe_lightning.modules import ModelSource
-from roundpipe_lightning.modules.source import Head
 from tests.kit.architectures import TINY
 
 EXPERTS: dict[str, Any] = {

@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+from roundpipe_lightning.models.source import Head
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule, ModelSource
 from roundpipe_lightning.modules.adapters import peft_config
-from roundpipe_lightning.modules.source import Head, TokenizerSource, byte_level_tokenizer
+from roundpipe_lightning.modules.source import TokenizerSource, byte_level_tokenizer
 from tests.kit.architectures import TINY
 
 EXPERTS = {
