@@ -70,15 +70,7 @@ class Run:
 
 
 def build_run(config: DictConfig) -> Run:
-    """Make the objects that a configuration describes.
-
-    Raises:
-        ConfigurationError: Settings do not fit each other.
-        FitError: There is no memory for the training; none has been taken then.
-        BatchError: There are more microbatches than windows in a batch.
-        CheckpointError: `ckpt_path` does not exist.
-        ModelSourceError: Published weights were asked for and cannot be found.
-    """
+    """Make the objects that a configuration describes; RoundPipeError: they do not fit."""
     for name in ("log_dir", "output_dir"):
         if "://" in config.paths[name]:
             raise ConfigurationError(
@@ -180,12 +172,9 @@ def run_folder(checkpoint: Path) -> Path | None:
 
 
 def find_checkpoint(config: DictConfig) -> str | None:
-    """The checkpoint of `ckpt_path`: a path or an address.
+    """The checkpoint of `ckpt_path`: a path or an address; CheckpointError: there is none.
 
     `last` and `best` are the newest of all runs; of a run's folder it is the last.
-
-    Raises:
-        CheckpointError: There is none.
     """
     given: str | None = config.ckpt_path
     if given is None:
@@ -214,11 +203,7 @@ def find_checkpoint(config: DictConfig) -> str | None:
 
 
 def exists(address: str) -> bool:
-    """Return whether a file is there; its address may have a scheme.
-
-    Raises:
-        CheckpointError: The scheme is unknown, or the place cannot be reached.
-    """
+    """Return whether a file is there; CheckpointError: its place cannot be reached."""
     try:
         files, path = url_to_fs(address)
         return bool(files.exists(path))
@@ -227,11 +212,7 @@ def exists(address: str) -> bool:
 
 
 def check_devices(job: Job) -> None:
-    """Refuse a machine by name that is not the one at hand.
-
-    Raises:
-        HardwareError: It has other devices.
-    """
+    """Refuse a machine by name that is not the one at hand; HardwareError: it has other devices."""
     spec = job.hardware
     if job.computes_on_host or not isinstance(spec, HardwareSpec):
         return
@@ -245,11 +226,7 @@ def check_devices(job: Job) -> None:
 
 
 def check_batches(module: LightningModule, data: LightningDataModule) -> None:
-    """Refuse a module that learns something else than the data has.
-
-    Raises:
-        ConfigurationError: Both are of this package, and not made for each other.
-    """
+    """Refuse a module that learns something else than the data has."""
     if not all(type(part).__module__.startswith("roundpipe_lightning.") for part in (module, data)):
         return
     for name, (learns, has) in {
@@ -266,11 +243,7 @@ def check_batches(module: LightningModule, data: LightningDataModule) -> None:
 
 
 def check_tokens(job: Job, data: LightningDataModule) -> None:
-    """Refuse a model that has no number for some of the data's tokens.
-
-    Raises:
-        ConfigurationError: Its vocabulary is too small.
-    """
+    """Refuse a model that has no number for some of the data's tokens."""
     vocabulary = job.source.load_config().get_text_config().vocab_size
     num_tokens = getattr(data, "num_tokens", None)
     if num_tokens is not None and vocabulary < num_tokens:
@@ -296,9 +269,6 @@ def for_hosts(config: DictConfig) -> DictConfig:
     """Fill in how many hosts there are, and what this one has of its own.
 
     On a restart the last checkpoint of the run's folder is the one to go on from.
-
-    Raises:
-        ConfigurationError: The global batch cannot be divided among so many hosts.
     """
     config = config.copy()
     if config.trainer.get("num_nodes") == "auto":

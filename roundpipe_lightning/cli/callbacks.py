@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from roundpipe_lightning.callbacks.pictures import PipelineTimeline, PlanReport
-from roundpipe_lightning.cli.job import whole
+from roundpipe_lightning.cli.job import is_roundpipe, whole
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.strategy.compat import stop_after_batch
 
@@ -110,8 +110,6 @@ def useful_callbacks(
         trainer: The Trainer's settings.
         logs: Whether there is a logger.
     """
-    strategy = trainer.get("strategy", "auto")
-    name = strategy.get("_target_", "") if isinstance(strategy, Mapping) else str(strategy)
     idle: list[type[Callback]] = []
     if not logs:
         idle.append(LearningRateMonitor)
@@ -119,7 +117,7 @@ def useful_callbacks(
         idle.append(ProgressBar)
     if trainer.get("enable_checkpointing") is False:
         idle.append(Checkpoint)
-    if "roundpipe" not in name.lower():
+    if not is_roundpipe(trainer.get("strategy", "auto")):
         idle += [PlanReport, PipelineTimeline]
     return [callback for callback in callbacks if not isinstance(callback, tuple(idle))]
 

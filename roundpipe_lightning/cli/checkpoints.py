@@ -49,15 +49,7 @@ def run(config: DictConfig) -> int:
 
 
 def export(config: DictConfig) -> Path:
-    """Write the folder of a configuration, and return it.
-
-    Args:
-        config: The composed configuration, see `conf/export.yaml`.
-
-    Raises:
-        RoundPipeError: The configuration cannot work, the checkpoint is of another model, or the
-            folder cannot be written. What was there before is untouched.
-    """
+    """Write the folder of a configuration (`conf/export.yaml`), and return it."""
     found = find_checkpoint(config)
     if found is not None and "://" in found:
         raise ConfigurationError(f"ckpt_path={found}: copy it to this machine first.")
@@ -96,11 +88,7 @@ def _tokenizer_of_run(checkpoint: Path | None) -> Any:
 
 
 def trained_module(config: DictConfig, checkpoint: Path | None) -> LightningModule:
-    """The module of a checkpoint, whose tensors stay in its file; None: of published weights.
-
-    Raises:
-        RoundPipeError: The configuration cannot work, or the checkpoint is of another model.
-    """
+    """The module of a checkpoint, whose tensors stay in its file; None: of published weights."""
     given = _with_run(config, checkpoint)
     if checkpoint is None:
         return _build_module(given)
@@ -148,9 +136,7 @@ def _with_run(config: DictConfig, checkpoint: Path | None) -> DictConfig:
 def _build_module(config: DictConfig, *, has_base: bool | None = None) -> LightningModule:
     """The module that is exported; without weights where a checkpoint has them all.
 
-    Args:
-        config: With the model's groups.
-        has_base: Whether the checkpoint has all weights; None: there is no checkpoint.
+    `has_base` says whether the checkpoint has all weights; None: there is no checkpoint.
     """
     source: ModelSource = build(config.model)
     adapters = None if config.peft is None else read_adapters(config.peft)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 from lightning_utilities.core import rank_zero
@@ -23,12 +23,7 @@ def run(config: DictConfig) -> int | None:
 
 
 def show(config: DictConfig) -> None:
-    """Print the form of each file, a sample of each form, and what the rows come to.
-
-    Raises:
-        ConfigurationError: The data is none of files.
-        DataError: A record cannot be read or used.
-    """
+    """Print the form of each file, a sample of each form, and what the rows come to."""
     config.data.batch_size = 1  # however few samples there are
     data = build(config.data)
     if isinstance(data, ByteDataModule) or not isinstance(data, FileDataModule):
@@ -76,12 +71,6 @@ def marked(sample: Sample, tokenizer: Any, *, most: int) -> Text:
 
 
 def _runs(sample: Sample) -> Iterator[tuple[bool, list[int]]]:
-    run: list[int] = []
-    was_learned = False
-    for token, label in zip(sample.input_ids.tolist(), sample.labels.tolist(), strict=True):
-        if (label != IGNORED) != was_learned and run:
-            yield was_learned, run
-            run = []
-        was_learned = label != IGNORED
-        run.append(token)
-    yield was_learned, run
+    pairs = zip(sample.labels.tolist(), sample.input_ids.tolist(), strict=True)
+    for is_learned, run in groupby(pairs, key=lambda pair: pair[0] != IGNORED):
+        yield is_learned, [token for _, token in run]

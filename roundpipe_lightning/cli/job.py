@@ -88,9 +88,6 @@ class Job:
         hardware: The machine; `"auto"`: the one at hand.
         num_devices: Devices, each with a worker or several; 0 where that is left to Lightning.
         computes_on_host: Whether the devices are CPU workers.
-
-    Raises:
-        RoundPipeError: A setting cannot work.
     """
 
     def __init__(self, config: DictConfig, *, models: dict[str, MetaModel] | None = None) -> None:
@@ -151,7 +148,7 @@ class Job:
         devices: Any = trainer.devices
         if isinstance(devices, DictConfig):  # the number of each device by name
             devices = trainer.devices = sum(devices.values())
-        if devices == "auto" and _is_roundpipe(trainer.get("strategy", "auto")):
+        if devices == "auto" and is_roundpipe(trainer.get("strategy", "auto")):
             if self.computes_on_host:
                 count = whole("hardware.cpu_workers", self.config.hardware.cpu_workers)
                 devices = trainer.devices = count
@@ -228,7 +225,7 @@ class Job:
     def new_strategy(self) -> RoundPipeStrategy | None:
         """The strategy as configured; None for one of Lightning's own."""
         config = self.config.trainer.get("strategy", "auto")
-        if not _is_roundpipe(config):
+        if not is_roundpipe(config):
             return None
         if isinstance(config, DictConfig):
             make: Any = build(config, _partial_=True)  # Hydra would take a machine for settings
@@ -334,12 +331,7 @@ class Job:
 
     @cached_property
     def planner(self) -> StepPlanner:
-        """Plans this training on the machine, as the strategy will.
-
-        Raises:
-            RoundPipeError: The model cannot be built, or the plan that was given is for another
-                model or another number of devices.
-        """
+        """Plans this training on the machine, as the strategy will."""
         options = replace(self.options, hardware=self.hardware)
         with self._gradient_format():
             return self._new_planner(options)
@@ -380,11 +372,7 @@ class Job:
 
     @cached_property
     def model(self) -> MetaModel:
-        """The module without values.
-
-        Raises:
-            RoundPipeError: It cannot be built so.
-        """
+        """The module without values; RoundPipeError: it cannot be built so."""
         config, options = self.config, self.options if self.strategy else None
         groups = {name: config.get(name) for name in ("model", "module", "peft")}
         text = OmegaConf.to_yaml(OmegaConf.create(groups, parent=config), resolve=True)
@@ -458,11 +446,7 @@ class Job:
         return [count for count in counts if count >= fewest] or [self.batch_size]
 
     def answer(self) -> FitAnswer:
-        """The best plan over all numbers of microbatches that are to be chosen from.
-
-        Raises:
-            RoundPipeError: The model cannot be measured, or a hint cannot be kept.
-        """
+        """The best plan over all numbers of microbatches that are to be chosen from."""
         first, *others = self.microbatch_counts()
         job = self.training(first)
         # Larger microbatches need more; the first one's answer says what is missing.
@@ -547,17 +531,13 @@ _NAMES_OF_LAYERS = (
 )
 
 
-def _is_roundpipe(strategy: Any) -> bool:
-    name = strategy.get("_target_", "") if isinstance(strategy, DictConfig) else str(strategy)
+def is_roundpipe(strategy: Any) -> bool:
+    name = strategy.get("_target_", "") if isinstance(strategy, Mapping) else str(strategy)
     return "roundpipe" in name.lower()
 
 
 def whole(name: str, value: object, *, least: int = 1) -> int:
-    """The value of a setting, if it is a whole number.
-
-    Raises:
-        ConfigurationError: It is none, or less than `least`.
-    """
+    """The value of a setting; ConfigurationError: it is no whole number of at least so much."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigurationError(f"{name}={value!r}: give a whole number.")
     if value < least:
@@ -586,9 +566,6 @@ class MetaModel:
 
         Args:
             fused: Whether losses are computed without whole logits.
-
-        Raises:
-            ConfigurationError: The model's code cannot be run without values.
         """
         if fused not in self._works:
             self._works[fused] = self._measured(fused=fused)

@@ -130,11 +130,7 @@ def build_each(config: DictConfig | None) -> list[Any]:
 
 
 def read_adapters(config: DictConfig | Mapping[str, Any]) -> Adapters | None:
-    """Turn the group `peft` into adapters; None if every parameter is trained.
-
-    Raises:
-        ConfigurationError: The method or a setting is unknown, or out of its range.
-    """
+    """Turn the group `peft` into adapters; None if every parameter is trained."""
     found = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
     settings: dict[str, Any] = dict(found)  # type: ignore[arg-type]
     target, adapter, seed = (settings.pop(key, None) for key in ("_target_", "adapter", "seed"))
@@ -150,11 +146,7 @@ _SIZES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def read_hardware(config: DictConfig) -> HardwareSpec | None:
-    """The machine that is named or described; None: the one at hand.
-
-    Raises:
-        HardwareError: A figure is missing, unknown or out of its range.
-    """
+    """The machine that is named or described; None: the one at hand."""
     if config.hardware_file is not None:
         return load_hardware(config.hardware_file)
     name = choice("hardware")
@@ -178,11 +170,7 @@ def choice(group: str) -> str:
 
 
 def size_of(name: str, value: object) -> int | None:
-    """Bytes of `600GiB`, or of a number of them; None: not given.
-
-    Raises:
-        HardwareError: It is no size.
-    """
+    """Bytes of `600GiB`, or of a number of them; None: not given; HardwareError: it is no size."""
     if value is None:
         return None
     found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(value))

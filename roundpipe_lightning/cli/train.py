@@ -61,9 +61,6 @@ def run(config: DictConfig) -> float | int | None:
 def train(config: DictConfig) -> float | None:
     """Train, validate and test as configured, and fill the run's folder.
 
-    Args:
-        config: The composed configuration, see `conf/train.yaml`.
-
     Returns:
         The metric named by `optimized_metric`, for sweepers; None if there is none.
 
@@ -266,12 +263,7 @@ def print_summary(run: Run, figures: Mapping[str, Any]) -> None:
 
 
 def summary_rows(figures: Mapping[str, Any], *, unit: str) -> list[tuple[str, str]]:
-    """The rows of the table: what it is, and how it came out.
-
-    Args:
-        figures: Those of `summarize`.
-        unit: What follows a loss.
-    """
+    """The rows of the table, of the figures of `summarize`; `unit` follows a loss."""
     steps, workers = (count_text(figures[f"num_{noun}s"], noun) for noun in ("step", "worker"))
     parts = count_text(figures["num_microbatches"], "microbatch")
     rows = [("Training", f"{steps} of {parts} on {workers}")]

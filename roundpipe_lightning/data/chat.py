@@ -11,7 +11,7 @@ import torch
 from jinja2 import TemplateError
 from typing_extensions import override
 
-from roundpipe_lightning.data.forms import REASONING, Message, is_trained
+from roundpipe_lightning.data.forms import REASONING, Content, Message, is_trained
 from roundpipe_lightning.data.records import Record
 from roundpipe_lightning.data.samples import (
     IGNORED,
@@ -47,9 +47,6 @@ class ChatDataModule(FileDataModule):
         no_target: What becomes of a conversation in which the assistant says nothing (that is
             left of it): `drop` or `refuse`.
         options: The other arguments of `FileDataModule`.
-
-    Raises:
-        ConfigurationError: A setting is out of its range.
     """
 
     kinds = ("conversation", "text")
@@ -83,8 +80,7 @@ class ChatDataModule(FileDataModule):
             whole = text_sample(content.text, self.tokenizer, name=self.tokenizer_name)
             starts = range(0, len(whole) - 1, self.seq_len)
             return [whole[start : start + self.seq_len] for start in starts]
-        options = {"tools": content.tools} if content.tools else {}
-        whole = self._encoder(content.messages, place=record.place, **options)
+        whole = self._encoder(content.messages, place=record.place, **content.options)
         sample = self.fit_length(whole, place=record.place)
         if sample is not None and sample.num_targets == 0:
             if self.no_target == "refuse":
@@ -123,9 +119,6 @@ class ConversationEncoder:
     Args:
         tokenizer: A fast tokenizer of transformers with a chat template.
         name: What it is called, for messages.
-
-    Raises:
-        ConfigurationError: The tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Any, *, name: str) -> None:
@@ -145,9 +138,6 @@ class ConversationEncoder:
             messages: Checked by `check_messages`.
             place: Where it stands, for messages.
             options: Further variables of the template, such as `tools`.
-
-        Raises:
-            DataError: The template cannot write it.
         """
         flagged = any(is_trained(message) is not None for message in messages)
         by_marks = self._is_marked and not flagged
@@ -319,9 +309,6 @@ class PreferenceDataModule(FileDataModule):
     Args:
         options: The fields of `FileOptions`; `seq_len` and `batch_size` (in pairs) among them.
             `too_long=cut_end` cuts answers, `cut_start` cuts prompts.
-
-    Raises:
-        ConfigurationError: A setting is out of its range.
     """
 
     kinds: ClassVar[Sequence[str]] = ("pair",)
@@ -334,7 +321,7 @@ class PreferenceDataModule(FileDataModule):
     def encode(self, record: Record) -> Sequence[Any]:
         content = self.forms.read(record)
         chosen, rejected = (
-            self._answer(answer, name, record, content.tools)
+            self._answer(answer, name, record, content)
             for name, answer in zip(("chosen", "rejected"), content.answers, strict=True)
         )
         if chosen is None or rejected is None:
@@ -355,7 +342,7 @@ class PreferenceDataModule(FileDataModule):
         return [stack([as_row(chosen), as_row(rejected)]) for chosen, rejected in samples]
 
     def _answer(
-        self, messages: Sequence[Message], field: str, record: Record, tools: Any
+        self, messages: Sequence[Message], field: str, record: Record, content: Content
     ) -> Sample | None:
         """A prompt with one of its answers, the last message alone as the target."""
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
@@ -363,8 +350,7 @@ class PreferenceDataModule(FileDataModule):
                 f"{record.place}: the field {field!r} does not end with an answer of the assistant "
                 "to something. Give a prompt, or messages that end with one."
             )
-        options = {"tools": tools} if tools else {}
-        whole = self._encoder.last_answer(messages, place=record.place, **options)
+        whole = self._encoder.last_answer(messages, place=record.place, **content.options)
         sample = self.options.policy.apply(whole, limit=self.seq_len, place=record.place)
         if sample is not None and sample.num_targets == 0:
             raise DataError(
@@ -382,9 +368,6 @@ class JudgedDataModule(PreferenceDataModule):
 
     Args:
         options: As for `PreferenceDataModule`.
-
-    Raises:
-        ConfigurationError: A setting is out of its range.
     """
 
     kinds = ("judged", "pair")
@@ -394,18 +377,14 @@ class JudgedDataModule(PreferenceDataModule):
         content = self.forms.read(record)
         if content.desirable is None:
             return [(s, n == 0) for pair in super().encode(record) for n, s in enumerate(pair)]
-        sample = self._answer(content.answers[0], "completion", record, content.tools)
+        sample = self._answer(content.answers[0], "completion", record, content)
         if sample is None:
             self.skipped[f"longer than data.seq_len={self.seq_len} tokens"] += 1
         return [] if sample is None else [(sample, content.desirable)]
 
     @override
     def arrange(self, samples: Sequence[Judged]) -> Sequence[Row]:
-        """Rows of shape (2, tokens): each prompt with its answer, and with another one's.
-
-        Raises:
-            ConfigurationError: All prompts are the same.
-        """
+        """Rows of shape (2, tokens): each prompt with its answer, and with another one's."""
         stack = Padding(pad_token=self.pad_token_id)
         starts = [int((sample.labels != IGNORED).nonzero()[0]) for sample, _ in samples]
         prompts = [

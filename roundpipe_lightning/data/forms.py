@@ -58,6 +58,11 @@ class Content:
     desirable: bool | None = None
     tools: Any = None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Further variables of the template."""
+        return {"tools": self.tools} if self.tools else {}
+
 
 @dataclass(frozen=True)
 class Form:
@@ -84,9 +89,6 @@ class Forms:
         kinds: Kinds of forms that are wanted.
         names: The records' own name of a field by the name that it has in a form.
         images: Whether messages may have images; they have parts then, as transformers takes them.
-
-    Raises:
-        ConfigurationError: A name is of no form.
     """
 
     kinds: Sequence[str]
@@ -104,11 +106,7 @@ class Forms:
                 )
 
     def read(self, record: Record) -> Content:
-        """The content of a record.
-
-        Raises:
-            DataError: Its form is not known, not wanted, or not that of its file.
-        """
+        """The content of a record; DataError: its form is not known, not wanted, or another one."""
         own = record.fields
         fields = _Watched(
             {**own, **{name: record.get(given) for name, given in self.names.items()}}
@@ -187,9 +185,7 @@ class Forms:
 def check_messages(value: Any, *, place: str) -> Sequence[Message]:
     """The messages of a conversation, contents of several parts joined if all of them are text.
 
-    Raises:
-        DataError: It is no list of messages, is empty, or a message has no role that is known or
-            no content.
+    DataError: it is empty, no list, or a message has no content or no role that is known.
     """
     value = _from_json(value)
     if not _is_list(value) or not value:

@@ -40,22 +40,14 @@ class Record:
     part: str = ""
 
     def get(self, name: str) -> Any:
-        """The value of a field.
-
-        Raises:
-            DataError: The record has no such field.
-        """
+        """The value of a field; DataError: the record has no such field."""
         if name not in self.fields:
             known = ", ".join(map(repr, self.fields)) or "none"
             raise DataError(f"{self.place}: there is no field {name!r}. The fields are {known}.")
         return self.fields[name]
 
     def text(self, name: str) -> str:
-        """The text of a field.
-
-        Raises:
-            DataError: The record has no such field, or no text or nothing but blanks in it.
-        """
+        """The text of a field; DataError: it has none, or nothing but blanks."""
         value = self.get(name)
         if not isinstance(value, str):
             raise DataError(
@@ -143,11 +135,7 @@ class RecordFiles:
         return tuple(dict.fromkeys(part for path in self._given for part in _files(path)))
 
     def read(self, part: str) -> Iterator[Record]:
-        """Records of a file.
-
-        Raises:
-            DataError: The file cannot be read; the message names the line.
-        """
+        """Records of a file; DataError: the file cannot be read; the message names the line."""
         path = Path(part)
         if not path.exists():
             yield from _hub_records(part)

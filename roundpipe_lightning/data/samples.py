@@ -37,12 +37,7 @@ class Sample:
 
     @classmethod
     def of(cls, ids: Sequence[int], *, targets: Sequence[bool] | None = None) -> Sample:
-        """A sample of token ids.
-
-        Args:
-            ids: The tokens.
-            targets: Which of them are to be predicted; None: all but the first.
-        """
+        """A sample of token ids; `targets` are to be predicted, without them all but the first."""
         tokens = torch.tensor(ids, dtype=torch.int64)
         labels = tokens.clone()
         if targets is not None:
@@ -75,16 +70,7 @@ class TooLong(str, enum.Enum):
     CUT_START = "cut_start"
 
     def apply(self, sample: Sample, *, limit: int, place: str) -> Sample | None:
-        """Bring a sample within the limit; None: it is to be left out.
-
-        Args:
-            sample: The sample.
-            limit: Tokens it may have.
-            place: Where it stands, for the message.
-
-        Raises:
-            DataError: It is too long and the policy is to refuse.
-        """
+        """Bring a sample within a number of tokens; None: it is to be left out."""
         if len(sample) <= limit:
             return sample
         if self is TooLong.REFUSE:
@@ -113,10 +99,6 @@ def packed_rows(samples: Iterable[Sample], *, seq_len: int) -> list[Row]:
     decreasing, which needs at most 11/9 of the fewest rows possible and one more). Positions start
     anew with every sample: that is how transformers tells documents apart and keeps the attention
     of each to itself. There is no attention mask, which would switch this off.
-
-    Args:
-        samples: The samples, none longer than a row.
-        seq_len: Tokens of a row at most.
     """
     bins: list[list[Sample]] = []
     room: list[tuple[int, int]] = []  # tokens that are free, and the row, ascending
@@ -250,13 +232,7 @@ class RowStream(IterableDataset[tuple[int, State, Batch]]):
                 rows, samples = self.reader.take(samples)
 
     def _records(self, first: int, *, step: int, used: int) -> Iterator[tuple[int, int, Record]]:
-        """Records of every `step`-th run in their shuffled order, with how many of it were used.
-
-        Args:
-            first: Number of the first run.
-            step: How many runs on the next one is.
-            used: Records of the first run that are left out.
-        """
+        """Records of every `step`-th run in their shuffled order, with how many of it were used."""
         parts = passes(self.source)
         order = self._permutation(len(parts), self.epoch)
         records = (
@@ -332,11 +308,7 @@ class StreamLoader(DataLoader[Any]):
         return self._history[0] if self._history else {}
 
     def load_state_dict(self, state: State) -> None:
-        """Begin the next iteration at a place.
-
-        Raises:
-            CheckpointError: It was saved with another number of processes.
-        """
+        """Begin the next iteration at a place."""
         count = max(1, self.num_workers)
         if state and len(state["workers"]) != count:
             raise CheckpointError(

@@ -29,9 +29,6 @@ class TextDataModule(FileDataModule):
         **options: Those of `FileDataModule`: `files`, `tokenizer` (its end-of-text token ends every
             text), `seq_len`, `batch_size` (in windows) and others. No text is too long: a long one
             makes several windows.
-
-    Raises:
-        ConfigurationError: A setting is out of its range.
     """
 
     kinds = ("text",)
@@ -75,11 +72,7 @@ class TextDataModule(FileDataModule):
 
 
 def text_sample(text: str, tokenizer: Any, *, name: str) -> Sample:
-    """A text as tokens, with the token that ends it.
-
-    Raises:
-        ConfigurationError: The tokenizer has no such token.
-    """
+    """A text as tokens, with the token that ends it, which the tokenizer must have."""
     if tokenizer.eos_token_id is None:
         raise ConfigurationError(
             f"The tokenizer {name} has no end-of-text token, so texts cannot be told apart. Set "
@@ -92,11 +85,8 @@ def text_sample(text: str, tokenizer: Any, *, name: str) -> Sample:
 def cut_windows(samples: Iterable[Sample], *, seq_len: int, keep_apart: bool) -> Iterator[Row]:
     """Lay texts end to end and cut them into windows; tokens after the last whole one are left out.
 
-    Args:
-        samples: The texts.
-        seq_len: Tokens of a window.
-        keep_apart: Whether positions start anew with every text, so that transformers keeps the
-            attention of each to itself.
+    With `keep_apart` positions start anew with every text, so that transformers keeps the attention
+    of each to itself.
     """
     pieces: list[Sample] = []
     room = seq_len
@@ -135,9 +125,6 @@ class ClassificationDataModule(FileDataModule):
         field: Field of a record that has the text.
         label_field: Field of a record that has the class.
         options: The other arguments of `FileDataModule`.
-
-    Raises:
-        ConfigurationError: A setting is out of its range.
     """
 
     def __init__(
@@ -201,9 +188,6 @@ class TextFolder:
         train_bytes: Most bytes to train on.
         validation_bytes: Most bytes to validate on.
         is_validation: Whether these are the texts to validate on.
-
-    Raises:
-        ConfigurationError: A budget is below one byte.
     """
 
     folder: str | None = None
@@ -221,11 +205,7 @@ class TextFolder:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes that are read of each file.
-
-        Raises:
-            ConfigurationError: The folder does not exist, has no such file, or too little text.
-        """
+        """Bytes that are read of each file."""
         root = Path(self.folder or sysconfig.get_path("stdlib")).expanduser()
         files = find_files(root, pattern=self.pattern)
         left = iter(files)
@@ -257,9 +237,6 @@ class ByteDataModule(TextDataModule):
     Args:
         text: Which files are read, and how much of them.
         options: Those of `TextDataModule` but the files.
-
-    Raises:
-        ConfigurationError: A figure is too small, or (in `setup`) there is too little text.
     """
 
     def __init__(self, *, text: TextFolder, **options: Any) -> None:
@@ -271,10 +248,7 @@ def find_files(folder: Path, *, pattern: str) -> list[Path]:
     """Files under `folder` that match `pattern`, in an order that mixes the folders.
 
     The order is that of a hash of each file's path within `folder`: it depends on nothing else,
-    so the same text is read on every run, whatever the seed.
-
-    Raises:
-        ConfigurationError: The folder does not exist or has no such file.
+    so the same text is read on every run, whatever the seed. ConfigurationError: there is none.
     """
     if not folder.is_dir():
         raise ConfigurationError(

@@ -119,9 +119,6 @@ class FileDataModule(LightningDataModule):
     Attributes:
         train_rows: Rows to train on, a list or a `Dataset`; None before `setup`.
         validation_rows: Rows to validate on; None before `setup`.
-
-    Raises:
-        ConfigurationError: A setting is out of its range.
     """
 
     kinds: ClassVar[Sequence[str]] = ()
@@ -153,10 +150,9 @@ class FileDataModule(LightningDataModule):
 
     @abstractmethod
     def encode(self, record: Record) -> Sequence[Any]:
-        """Make samples of a record; with none it is left out, and counted in `skipped` by reason.
+        """Make samples of a record, or raise a DataError.
 
-        Raises:
-            DataError: The record cannot be used.
+        With none it is left out, and counted in `skipped` by reason.
         """
 
     @abstractmethod
@@ -166,11 +162,7 @@ class FileDataModule(LightningDataModule):
     def take(self, samples: list[Sample]) -> tuple[Sequence[Row], list[Sample]]:
         """Make the rows of a batch of the first samples of a stream, as soon as there are enough.
 
-        Args:
-            samples: What was read and is in no batch yet.
-
-        Returns:
-            The rows, none if there are not enough samples, and the samples that are left.
+        Return them, none if there are not enough, and the samples that are left.
         """
         raise NotImplementedError
 
@@ -191,11 +183,7 @@ class FileDataModule(LightningDataModule):
 
     @property
     def pad_token_id(self) -> int:
-        """Token that fills rows up.
-
-        Raises:
-            ConfigurationError: The tokenizer has none.
-        """
+        """Token that fills rows up; ConfigurationError: the tokenizer has none."""
         tokenizer = self.tokenizer
         if tokenizer.pad_token_id is None:
             end = tokenizer.eos_token
@@ -208,11 +196,7 @@ class FileDataModule(LightningDataModule):
         return int(tokenizer.pad_token_id)
 
     def fit_length(self, sample: Sample, *, place: str) -> Sample | None:
-        """Bring a sample within `seq_len` tokens; None: it is to be left out, and was counted.
-
-        Raises:
-            DataError: It is too long, and such samples are refused.
-        """
+        """Bring a sample within `seq_len` tokens; None: it is to be left out, and was counted."""
         fitting = self.options.policy.apply(sample, limit=self.seq_len, place=place)
         if fitting is None:
             self.skipped[f"longer than data.seq_len={self.seq_len} tokens"] += 1
@@ -220,12 +204,7 @@ class FileDataModule(LightningDataModule):
 
     @override
     def setup(self, stage: str | None = None) -> None:
-        """Read and tokenise all files, once.
-
-        Raises:
-            DataError: A sample cannot be read or used.
-            ConfigurationError: There are too few samples for one batch.
-        """
+        """Read and tokenise all files, once; DataError: a sample cannot be used."""
         if self.train_rows is not None:
             return
         self.collate()  # a tokenizer that cannot pad is refused before anything is read
@@ -317,11 +296,7 @@ class FileDataModule(LightningDataModule):
         return Padding(pad_token=self.pad_token_id, multiple_of=self.options.pad_to_multiple_of)
 
     def encode_all(self, source: RecordSource) -> dict[str, list[Any]]:
-        """Samples of all records by part, those that are left out counted and logged.
-
-        Raises:
-            DataError: A record cannot be read or used, or there is none that can.
-        """
+        """Samples of all records by part, those that are left out counted and logged."""
         self.skipped.clear()
         samples = {
             part: [sample for record in source.read(part) for sample in self.encode(record)]

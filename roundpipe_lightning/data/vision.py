@@ -51,9 +51,6 @@ class VisionDataModule(FileDataModule):
     Args:
         options: The arguments of `FileDataModule`; `tokenizer` is a
             `roundpipe_lightning.modules.ProcessorSource`, `too_long` is `refuse` or `drop`.
-
-    Raises:
-        ConfigurationError: A setting is out of its range.
     """
 
     kinds = ("conversation",)
@@ -82,9 +79,8 @@ class VisionDataModule(FileDataModule):
     @override
     def encode(self, record: Record) -> list[SeenSample]:
         content = self.forms.read(record)
-        options = {"tools": content.tools} if content.tools else {}
         folder = Path(record.part).parent
-        whole = self._encoder.seen(content.messages, folder, options, place=record.place)
+        whole = self._encoder.seen(content.messages, folder, content.options, place=record.place)
         sample = self.fit_length(whole, place=record.place)
         if sample is not None and sample.num_targets == 0:
             self.skipped["without a word of the assistant"] += 1
@@ -204,11 +200,7 @@ class _SeenEncoder(ConversationEncoder):
         )
 
     def processed(self, text: str, images: Sequence[Any], *, place: str, **how: Any) -> Any:
-        """What the processor makes of a text and its images.
-
-        Raises:
-            DataError: An image cannot be read, or the processor does not take it.
-        """
+        """What the processor makes of a text and its images."""
         given = [_image(image, place) for image in images] or None
         try:
             return self._processor(
@@ -225,11 +217,7 @@ def _is_path(image: str) -> bool:
 
 
 def _image(given: Any, place: str) -> Any:
-    """An image in memory, as three colours.
-
-    Args:
-        given: A path, an address, encoded bytes as `datasets` has them, or an image.
-    """
+    """An image in memory, as three colours: of a path, bytes or an image; else a DataError."""
     from PIL import Image
 
     source: Any = given.get("bytes") or given.get("path") if isinstance(given, Mapping) else given

@@ -25,13 +25,8 @@ _REMEDY = "Set microbatching='blocks', or leave it out: the step then runs on th
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Cut a batch into microbatches, whose sizes differ by one at most, larger ones first.
 
-    Numbers, strings and None go to every microbatch; tensors are sliced without a copy.
-
-    Args:
-        num_microbatches: How many; 1 returns `[batch]`, whatever it is.
-
-    Raises:
-        BatchError: If the batch has fewer rows than microbatches, or other leaves.
+    Numbers, strings and None go to every microbatch; tensors are sliced without a copy. One
+    microbatch is the batch, whatever it is. BatchError: it has fewer rows, or other leaves.
     """
     if num_microbatches == 1:
         return [batch]
@@ -86,13 +81,10 @@ class BatchCounts:
 
 
 def count_batch(batch: Any, *, tokens: Callable[[Any], float] | None = None) -> BatchCounts:
-    """Count a batch's samples, tokens and targets.
+    """Count a batch's samples, tokens and targets; `tokens` counts those of other forms.
 
     Tokens are the positions of `input_ids`, and of every key that ends in `_input_ids`, where the
     `attention_mask` of the same prefix and shape is not 0; all of them without such a mask.
-
-    Args:
-        tokens: Counts the tokens of a batch of another form.
     """
     try:
         samples: int | None = batch_size_of(batch)

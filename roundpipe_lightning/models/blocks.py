@@ -74,13 +74,10 @@ def find_stacks(module: nn.Module, names: Sequence[str] | None) -> tuple[BlockSt
 
 
 def _largest_list(module: nn.Module) -> BlockStack | None:
-    best: BlockStack | None = None
-    most_bytes = 0
-    for name, child in _lists(module):
-        score = _repeated_bytes(child)
-        if score > most_bytes:  # of equals the first, which is the outer one
-            best, most_bytes = _list_as_stack(name, child), score
-    return best
+    largest = max(_lists(module), key=lambda pair: _repeated_bytes(pair[1]), default=None)
+    if largest is None or not _repeated_bytes(largest[1]):
+        return None
+    return _list_as_stack(*largest)  # of equals the first, which is the outer one
 
 
 def _all_lists(module: nn.Module, main: BlockStack) -> Iterator[BlockStack]:

@@ -56,19 +56,10 @@ DTYPES = {
 """Values of `dtype`; `auto` keeps that of every parameter."""
 
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "processor_config.json"),
 )
 
 
@@ -118,14 +109,11 @@ def export_pretrained(model: Pretrained, folder: str | Path, *, options: ExportO
         ConfigurationError: The adapters cannot be merged.
     """
     folder = Path(folder)
-    adapted = _is_adapted(model)
-    about = {
-        "kind": "adapter" if adapted and not options.merge else "model",
-        "dtype": options.dtype,
-        "merged": adapted and options.merge,
-    }
+    merged = _is_adapted(model) and options.merge
+    kind = "adapter" if _is_adapted(model) and not options.merge else "model"
+    about = {"kind": kind, "dtype": options.dtype, "merged": merged}
     with _replaced_folder(folder, about=about, overwrite=options.overwrite) as temporary:
-        if adapted and not options.merge:
+        if kind == "adapter":
             _write_adapter(cast("PeftModel", model), temporary, dtype=DTYPES[options.dtype])
         else:
             _write_model(_without_adapters(model, merge=True), temporary, options=options)
@@ -134,13 +122,9 @@ def export_pretrained(model: Pretrained, folder: str | Path, *, options: ExportO
 
 
 def find_pretrained(module: nn.Module, name: str | None = None) -> Pretrained:
-    """The model of transformers or peft in a user's module.
+    """The model of transformers or peft in a user's module, or the one of a dotted name in it.
 
-    Args:
-        name: Dotted name of the model in it; None finds it.
-
-    Raises:
-        ConfigurationError: There is none of that name, none at all, or several that are trained.
+    ConfigurationError: there is none of that name, none at all, or several that are trained.
     """
     from peft import PeftModel
     from transformers import PreTrainedModel

@@ -139,14 +139,10 @@ class _Whole:
 
 
 def quantize_frozen(model: nn.Module, bits: int) -> None:
-    """Freeze a model and quantise its layers one by one, in place. Adapters are added afterwards.
+    """Freeze a model and quantise its layers to 8 or 4 bits, one by one, in place.
 
-    Args:
-        model: On the host, or on the meta device.
-        bits: 8 or 4.
-
-    Raises:
-        ConfigurationError: The model has no layer to quantise, or bitsandbytes is missing.
+    It is on the host or the meta device; adapters are added afterwards. ConfigurationError: it has
+    no layer to quantise, or bitsandbytes is missing.
     """
     model.requires_grad_(False)
     _functional()

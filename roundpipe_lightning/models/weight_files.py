@@ -108,16 +108,7 @@ def find_weight_files(name: str, *, hub_options: Mapping[str, Any]) -> tuple[Pat
 
 
 def check_has_weights(name: str, *, hub_options: Mapping[str, Any]) -> None:
-    """Look for weights without reading them.
-
-    Args:
-        name: A local folder, or a name on the Hugging Face hub.
-        hub_options: As for `find_weight_files`.
-
-    Raises:
-        ModelSourceError: There are none.
-        OSError: The hub cannot be reached; as transformers raises it.
-    """
+    """Look for weights without reading them; raises as `find_weight_files` does."""
     from transformers.utils.hub import cached_file, has_file
 
     if Path(name).is_dir():
@@ -323,7 +314,6 @@ def map_frozen(model: nn.Module, files: Mapping[int, Path]) -> None:
     """Freeze a model and make the parameters that are views of files mapped ones.
 
     Args:
-        model: Just loaded.
         files: The file by the address of every tensor that is a view of one.
 
     Warns:
@@ -434,10 +424,9 @@ def unreadable(what: str, name: str, error: Exception, *, otherwise: str) -> Mod
 
 
 def make_repository(name: str) -> None:
-    """Make a private repository of that name, if there is none: what is refused is refused early.
+    """Make a private repository, if there is none of that name: what is refused is refused early.
 
-    Raises:
-        ModelSourceError: The hub cannot be reached, or does not let this user write there.
+    ModelSourceError: the hub cannot be reached, or does not let this user write there.
     """
     try:
         HfApi().create_repo(name, private=True, exist_ok=True)

@@ -66,9 +66,7 @@ def weight_groups(model: PreTrainedModel, *, original_layout: bool) -> list[Weig
     Tensors that are written together are a group: those of a block, and the rest.
 
     Args:
-        model: A model of transformers, adapters of peft inside it or not.
-        original_layout: Whether fused parameters are taken apart as published checkpoints have
-            them.
+        original_layout: Whether fused parameters are taken apart as in published checkpoints.
 
     Raises:
         ConfigurationError: Adapters change one of two weights that the model ties.

@@ -161,13 +161,7 @@ def cheapest_changes(
 def change_text(
     remedy: Remedy[Change], answer: FitAnswer, *, before: FitAnswer | None = None
 ) -> str:
-    """A change and what it costs, in a line.
-
-    Args:
-        remedy: The change.
-        answer: The job with it.
-        before: The job without it; None: speeds are not known.
-    """
+    """A change and what it costs, in a line; `before`: the job without it, if speeds are known."""
     change = remedy.change
     costs = [change.cost]
     if before is not None:
@@ -437,16 +431,10 @@ def _overrides(keys: Mapping[str, Any]) -> str:
 
 
 def check_memory(job: Job) -> None:
-    """Refuse a training that this machine has no memory for, before any is taken.
+    """Refuse a training that this machine has no memory for, before any is taken; FitError.
 
     Weights, gradients, optimizer state and copies count; what activations need is checked with the
     first batch.
-
-    Args:
-        job: A training that is to run here.
-
-    Raises:
-        FitError: It does not fit, with what would.
     """
     free = free_host_bytes()
     if job.strategy is None:
@@ -483,11 +471,7 @@ def _limited(training: TrainingJob, host_bytes: int) -> TrainingJob:
 
 
 def read_nodes(config: DictConfig) -> tuple[list[int], list[str]]:
-    """Return the numbers of hosts to plan for, ascending, or the machines that hosts are.
-
-    Raises:
-        ConfigurationError: It is neither.
-    """
+    """Return the numbers of hosts to plan for, ascending, or the machines that hosts are."""
     nodes = config.nodes
     given = list(nodes) if OmegaConf.is_list(nodes) else [nodes]
     if given and all(type(each) is int and each > 0 for each in given):
@@ -501,13 +485,9 @@ def read_nodes(config: DictConfig) -> tuple[list[int], list[str]]:
 
 
 def scaled(first: FitAnswer, jobs: Sequence[Job]) -> list[FitAnswer]:
-    """Return the answers for growing numbers of hosts.
+    """Return the answers for growing numbers of hosts, of which each job is for one.
 
     What fits one number fits a larger one, so the plan stays the same from then on.
-
-    Args:
-        first: That for the first job.
-        jobs: One for each number.
     """
     answers = [first]
     for job in jobs[1:]:

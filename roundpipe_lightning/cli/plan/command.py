@@ -444,11 +444,7 @@ def run(config: DictConfig) -> int:
 
 
 def plan(config: DictConfig) -> PlanOutput:
-    """Answer a configuration, and write the plan and its pictures into the run's folder.
-
-    Raises:
-        RoundPipeError: The configuration cannot work.
-    """
+    """Answer a configuration, and write the plan and its pictures into the run's folder."""
     if config.output not in ("text", "json"):
         raise ConfigurationError(f"output={config.output} is not one of text, json.")
     counts, machines = read_nodes(config)

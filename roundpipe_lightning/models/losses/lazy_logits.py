@@ -1,18 +1,10 @@
 """Logits that are computed only when code looks at them.
 
-Models that compute their own loss project the hidden states onto the vocabulary, scale, shift and
-reshape the logits, and hand them to `cross_entropy`. `LossFusion` answers the projection with
-`LazyLogits`. They take part in all that without being computed, and `cross_entropy` becomes
-`linear_cross_entropy`:
-
-```
-user code      logits = F.linear(h, w)    logits[:, :-1].float()      F.cross_entropy(…, labels)
-here           LazyLogits(LogitForm)  ──▶ LazyLogits(LogitForm')  ──▶ linear_cross_entropy(h', w, …)
-                    │ any other function
-                    └─▶ the recorded functions run, once: the plain logits, with a graph
-```
-
-So the results of any code are those of plain PyTorch; what it does decides the memory only.
+`LossFusion` answers the projection of hidden states onto the vocabulary with `LazyLogits`. They
+take part in what models do before `cross_entropy` without being computed (`LogitForm`), and that
+becomes `linear_cross_entropy`. Any other function runs what was recorded, once: the plain logits,
+with a graph. So the results of any code are those of plain PyTorch; what it does decides the memory
+only.
 """
 
 from __future__ import annotations

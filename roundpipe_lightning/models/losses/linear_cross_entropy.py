@@ -292,11 +292,7 @@ def chunk_tokens(
 ) -> int:
     """Return the tokens of the largest chunk within a budget, cut so that chunks are about equal.
 
-    Args:
-        num_tokens: Rows of logits, at least 1.
-        vocabulary: Columns.
-        bytes_per_logit: See `logit_bytes`.
-        chunk_bytes: The budget. Where it is too small for one token, the chunk is one token.
+    It is one token at least, however small the budget; of bytes per logit see `logit_bytes`.
     """
     most = min(num_tokens, max(1, chunk_bytes // (bytes_per_logit * vocabulary)))
     num_chunks = -(-num_tokens // most)

@@ -63,8 +63,7 @@ def measure_run(
     """Run the user's code once; blocks are measured by themselves, alike ones once.
 
     Args:
-        chain: Its blocks. Without any everything is the tail.
-        kinds: `kinds_of` them.
+        kinds: `kinds_of` the chain's links.
         outside: `outside_of` them.
 
     Returns:

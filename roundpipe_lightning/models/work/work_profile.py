@@ -23,7 +23,8 @@ import contextlib
 import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -43,7 +44,7 @@ from roundpipe_lightning.models.work.meta_run import (
     measure_run,
     outside_of,
 )
-from roundpipe_lightning.models.work.meter import Count, transformers_attention
+from roundpipe_lightning.models.work.meter import transformers_attention
 from roundpipe_lightning.planning.model.profile import fingerprint
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak, Work, WorkProfile
 
@@ -136,8 +137,9 @@ def work_profile(
     head_modules = runs[0][1]
     if original is not None:
         head_modules = set(map(original, head_modules))
-    work = _profile(module, chain, fits, head_modules=head_modules)
-    return work if compute_dtype is None else _with_boundaries_of(work, module, compute_dtype)
+    return _with_boundaries_of(
+        _profile(module, chain, fits, head_modules=head_modules), module, compute_dtype
+    )
 
 
 def step_profile(
@@ -154,7 +156,6 @@ def step_profile(
     """Measure the step of one microbatch without running it on values.
 
     Args:
-        stack: Its blocks. None: the whole module is the tail segment.
         microbatch: What the step is called with; only the shapes of its tensors are used.
         call: Runs the step on a copy of the module and of the microbatch, on the meta device.
         compute_dtype: What autocast computes in; None: what the parameters are.
@@ -186,23 +187,15 @@ def step_profile(
         return loss
 
     with _gradients(copy.module), alone():
-        kinds = kinds_of(meta_chain.links)
+        kinds, outside = kinds_of(meta_chain.links), outside_of(copy.module, meta_chain)
         costs, in_head = measure_run(
-            copy.module,
-            meta_chain,
-            loss_of_step,
-            1,
-            1,
-            kinds=kinds,
-            outside=outside_of(copy.module, meta_chain),
+            copy.module, meta_chain, loss_of_step, 1, 1, kinds=kinds, outside=outside
         )
     if copy.reason_not_copied is not None:  # and the user's code went on without it
         raise ConfigurationError(f"Something could not be copied: {copy.reason_not_copied}.")
     head_modules = {copy.original(child) for child in in_head}
     work = _profile(module, chain, [_Fit(runs=[costs])], head_modules=head_modules)
-    if compute_dtype is not None:
-        work = _with_boundaries_of(work, module, compute_dtype)
-    return work
+    return _with_boundaries_of(work, module, compute_dtype)
 
 
 # --- from runs to a profile -----------------------------------------------------------------------
@@ -278,46 +271,39 @@ def _assembled(
 def _segment_work(
     name: str, index: int, tensors: set[Tensor], fits: Sequence[_Fit], *, packed: set[Tensor]
 ) -> BlockWork:
-    def amount(value: Callable[[SegmentCost], float]) -> Amount:
-        return fits[0].amount(index, value)
+    def amount(path: str, fit: _Fit = fits[0]) -> Amount:
+        return fit.amount(index, attrgetter(path))
 
-    def peak(value: Callable[[SegmentCost], float]) -> Peak:
-        return Peak(amounts=tuple(fit.amount(index, value) for fit in fits))
+    def peak(path: str) -> Peak:
+        return Peak(amounts=tuple(amount(path, fit) for fit in fits))
 
-    def work(count: Callable[[SegmentCost], Count]) -> Work:
-        return Work(
-            matrix_operations=amount(lambda cost: count(cost).matrix_operations),
-            matrix_bytes=amount(lambda cost: count(cost).matrix_bytes),
-            attention_operations=amount(lambda cost: count(cost).attention_operations),
-            memory_bytes=amount(lambda cost: count(cost).memory_bytes),
-        )
+    def work(passed: str) -> Work:
+        return Work(**{each.name: amount(f"{passed}.{each.name}") for each in fields(Work)})
 
     return BlockWork(
         name=name,
-        forward=work(lambda cost: cost.forward),
-        backward=work(lambda cost: cost.backward),
+        forward=work("forward"),
+        backward=work("backward"),
         **sizes_of(tensors, trained={t for t in tensors if t.requires_grad}, packed=packed),
-        boundary_bytes=amount(lambda cost: cost.boundary_bytes),
-        gradient_bytes=amount(lambda cost: cost.gradient_bytes),
-        kept_bytes=amount(lambda cost: cost.kept_bytes),
-        attention_bytes=amount(lambda cost: cost.forward.attention_bytes),
-        forward_peak_bytes=peak(lambda cost: cost.forward_peak_bytes),
-        peak_bytes=peak(lambda cost: cost.peak_bytes),
+        boundary_bytes=amount("boundary_bytes"),
+        gradient_bytes=amount("gradient_bytes"),
+        kept_bytes=amount("kept_bytes"),
+        attention_bytes=amount("forward.attention_bytes"),
+        forward_peak_bytes=peak("forward_peak_bytes"),
+        peak_bytes=peak("peak_bytes"),
     )
 
 
 def _with_boundaries_of(
-    work: WorkProfile, module: nn.Module, compute_dtype: torch.dtype
+    work: WorkProfile, module: nn.Module, compute_dtype: torch.dtype | None
 ) -> WorkProfile:
     """Give boundaries the parameters' width: autocast leaves what flows between blocks wide."""
+    if compute_dtype is None:
+        return work
     widest = max((p.itemsize for p in module.parameters() if p.is_floating_point()), default=0)
     factor = max(1.0, widest / compute_dtype.itemsize)
-    return replace(
-        work,
-        blocks=tuple(
-            replace(block, boundary_bytes=block.boundary_bytes * factor) for block in work.blocks
-        ),
-    )
+    blocks = (replace(each, boundary_bytes=each.boundary_bytes * factor) for each in work.blocks)
+    return replace(work, blocks=tuple(blocks))
 
 
 # --- how the code runs ----------------------------------------------------------------------------
@@ -434,9 +420,6 @@ def parameter_work(module: nn.Module, stack: Blocks) -> WorkProfile:
 
     Bytes are those of the parameters and buffers as they are; of activations and boundaries nothing
     is known, so they are 0. The figures are those of one token, or of a sample that is one row.
-
-    Args:
-        module: The user's module; on the meta device too.
     """
     shares = _expert_shares(module)
     packed = quantizable_tensors(module)
