@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -168,7 +168,11 @@ class ModeChoice:
         return chosen
 
     def _proven(
-        self, batch: Any, arguments: Sequence[Any], count: int
+        self,
+        batch: Any,
+        arguments: Sequence[Any],
+        count: int,
+        divided: Set[int] | None = None,
     ) -> tuple[str, Sequence[_Look]]:
         kind, paths = prove(
             self._module,
@@ -177,6 +181,7 @@ class ModeChoice:
             arguments=arguments,
             num_microbatches=count,
             shaped=self._shaped,
+            divided=divided,
         )
         self._sizes.add(tuple(tensor.shape for tensor in tensors_in(batch)))
         read = [(path, partial(_read, self._module, path)) for path in paths]
@@ -240,6 +245,7 @@ class ModeChoice:
         before: list[Any],
         *,
         num_microbatches: int,
+        divided: Set[int],
         reason: str,
     ) -> None:
         """Choose, when the first batch has ended.
@@ -247,6 +253,7 @@ class ModeChoice:
         Args:
             before: `contents_of` the module before it.
             num_microbatches: Of a batch in the other mode.
+            divided: Dimensions along which blocks were divided.
             reason: What speaks against it already; empty: nothing.
         """
         try:
@@ -254,7 +261,7 @@ class ModeChoice:
                 raise Unproven(reason)
             if contents_of(self._module) != before:
                 raise Unproven("it writes into a list, a dict, an object or a counter")
-            proven = self._proven(batch, arguments, num_microbatches)
+            proven = self._proven(batch, arguments, num_microbatches, divided)
         except Unproven as error:
             self._chosen[str(form_of(batch))] = "blocks", ()
             rank_zero_info(
@@ -295,7 +302,7 @@ def _read(module: LightningModule, path: str) -> Any:
 
 
 def contents_of(module: LightningModule) -> list[Any]:
-    """Return what modules, the user's classes and objects of their files hold beside tensors."""
+    """Return what modules, and the user's classes, objects and variables, hold beside tensors."""
     modules = list(module.modules())
     classes = [kind for kind in type(module).__mro__ if kind not in _BASES]
     own, seen = vars(LightningModule()).keys(), frozenset(map(id, modules))
@@ -304,7 +311,7 @@ def contents_of(module: LightningModule) -> list[Any]:
         for holder in (*modules, *classes, *objects_of_code(module))
         for name, value in sorted(vars(holder).items())
         if name not in own
-    ]
+    ] + [(name, _content(table.get(name), seen)) for table, name in variables_of_code(module)]
 
 
 def _content(

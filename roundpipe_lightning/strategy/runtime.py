@@ -45,7 +45,11 @@ from roundpipe_lightning.strategy.logging import (
     log_noted,
     logged_from,
 )
-from roundpipe_lightning.strategy.microbatching import MicrobatchedBatch, ModeChoice
+from roundpipe_lightning.strategy.microbatching import (
+    MicrobatchedBatch,
+    ModeChoice,
+    contents_of,
+)
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
 from roundpipe_lightning.strategy.planning.inputs import PlanEvent, Planned, num_values
 from roundpipe_lightning.strategy.planning.planner import StepPlanner
@@ -212,6 +216,7 @@ class PipelineRuntime:
         )
         with torch.inference_mode(mode=False):  # else the parameters could not be trained
             self._engine = engine.__enter__()
+        engine.forms.contents = partial(contents_of, self._module)
         if self.overlaps_updates:
             units = update_units(self._module, self.blocks, shared=engine.store.shared)
             exchange = None if self.hosts is None else Exchange(self.hosts)
@@ -390,6 +395,7 @@ class PipelineRuntime:
         planned = self._plan_for(cut, arguments)
         engine = self._open_engine()
         overlaps = trains and cut.contents is None and self._may_overlap()
+        engine.forms.looks = cut.contents is not None
 
         log_now = host_log(self._module)
         step_of = self._step_of(
@@ -414,7 +420,6 @@ class PipelineRuntime:
                 returned |= {"output": output, "metrics": self._metrics.states()}
             return returned
 
-        seed = mix(torch.initial_seed(), self._batch_number)
         logs = list(map(log_into, calls))
         if is_one:
             into = None if self._on_host and hosts is None else calls[0]
@@ -438,7 +443,7 @@ class PipelineRuntime:
                 loss_scales=[share * scale for share in cut.shares],
                 backward=trains,
                 joined=cut.joined,
-                step_seed=seed,
+                step_seed=mix(torch.initial_seed(), self._batch_number),
                 first_microbatch=0 if hosts is None else sum(before[: hosts.rank]),
                 thread_context=self._precision.thread_context,
                 outside=cut.outside,
@@ -495,6 +500,7 @@ class PipelineRuntime:
             arguments,
             before,
             num_microbatches=self._planner.num_microbatches,
+            divided={form.lead for form in self._engine.forms.known.values() if form is not None},
             reason=reason,
         )
 

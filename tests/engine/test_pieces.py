@@ -247,6 +247,7 @@ class AddsMean(Block):
         (partial(KeepsScale, assigns=True), "buffers"),
         (lambda: KeepsMean(None), "other rows"),
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Capacity()), "other rows"),
+        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Branches()), "other rows"),
     ],
 )
 def test_blocks_that_mix_rows_run_on_the_whole_batch(
@@ -680,3 +681,42 @@ class Capacity(nn.Module):
 class Centred(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
+
+
+class Branches(nn.Module):
+    """Doubles all rows if one of them is large: none is here."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if float(x.detach().abs().max()) > 50 else x
+
+
+class KeepsCount(Block):
+    """Counts its calls in a list, which no view sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_a_block_that_counts_in_a_list_is_told(num_microbatches: int) -> None:
+    module: Any = Regressor(make_block=KeepsCount)
+    with engine_for(module, num_workers=2, num_microbatches=num_microbatches) as engine:
+        engine.forms.contents = lambda: [list(layer.calls) for layer in module.layers]
+        with pytest.warns(UserWarning, match=r"Block 'layers\.\d' writes into a list"):
+            compare(module, engine)
+
+
+def test_a_hook_sees_the_gradient_of_a_block_that_hands_back_what_it_got() -> None:
+    def halve(module: Any, into: Any, of: Any) -> Any:
+        return (0.5 * into[0],)
+
+    module = Regressor()
+    module.layers[2] = nn.Identity()
+    module.layers[2].register_full_backward_hook(halve)
+    with pytest.warns(WholeBatchWarning, match="a hook looks at it"):
+        check(module)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections import deque
@@ -123,6 +124,87 @@ def test_chosen_mode(
     trainer = make_trainer(tmp_path, strategy=strategy, devices=2, max_steps=2)
     trainer.fit(Counts(count), regression_data())
     assert [text.split("'")[1] for text in said] == [mode], said
+
+
+class CentredTokens(nn.Linear):
+    """Mixes the batch's rows, and leaves tokens apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x - 0.5 * x.mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize("recompute", ["full", "none"])
+@pytest.mark.filterwarnings("ignore:Block .* runs on the whole batch")
+@pytest.mark.filterwarnings("ignore:The whole batch is one microbatch")
+def test_blocks_divided_along_tokens_prove_nothing_of_rows(tmp_path: Path, recompute: Any) -> None:
+    class OfTokens(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(CentredTokens(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[:, None] * torch.arange(1, 4)[:, None]).mean(1)
+
+    strategies = ["auto", RoundPipeStrategy(num_microbatches=2, recompute=recompute)]
+    (one, _), (module, _) = train_with(
+        tmp_path, strategies, OfTokens, regression_data(), max_steps=3
+    )
+    assert parameter_error(module, one) < 1e-5
+
+
+def count_in_block() -> None:
+    TABLE["calls"] += 1
+
+
+TABLE = {"calls": 0}
+NUMBERS = itertools.count()
+
+
+class Taking(Regressor):
+    """Takes a number in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(next(NUMBERS))
+        return super().training_step(batch, batch_idx)
+
+
+class Marking(Taking):
+    """Writes into the environment."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        os.environ[BATCH_IDX] += "I"
+        self.seen.append(len(os.environ[BATCH_IDX]) - 1)
+        return Regressor.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [Taking, Marking])
+def test_a_run_without_values_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Taking]
+) -> None:
+    monkeypatch.setenv(BATCH_IDX, "")
+    module, first = kind(), next(NUMBERS) + 1 if kind is Taking else 0
+    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=2), max_steps=3)
+    trainer.fit(module, regression_data())
+    assert module.seen == [first, first + 1, first + 2]
+
+
+class Counted(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        count_in_block()
+        return super().forward(x)
+
+
+def test_a_block_that_counts_in_its_file_is_told(tmp_path: Path) -> None:
+    module = Regressor()
+    module.layers = nn.ModuleList(Counted(WIDTH, WIDTH) for _ in range(4))
+    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=2), max_steps=2)
+    with pytest.warns(UserWarning, match=r"'layers\.0' writes into a list, a dict or another"):
+        trainer.fit(module, regression_data())
 
 
 @pytest.mark.parametrize("mode", ["auto", "blocks"])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.arguments import Copies, Swap
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
+from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.capture.view import View
 from roundpipe_lightning.errors import CaptureError
 
@@ -146,6 +147,9 @@ def run_block(
             "would find changed. Let it work on a copy (`x = x + ...` instead of `x += ...`), "
             "or give the module that writes an attribute `inplace = True`."
         )
-    return Outcome(
-        result, copies=copies, block_name=name, objects=repeats, written=written if writes else ()
-    )
+    if not {*map(id, tensors_in(result))}.isdisjoint(map(id, taken)) and any(
+        module._backward_hooks or module._backward_pre_hooks  # noqa: SLF001
+        for module in block.modules()
+    ):
+        written = taken  # with a graph what it hands back is another tensor, for the hooks
+    return Outcome(result, copies=copies, block_name=name, objects=repeats, written=written)

@@ -54,6 +54,11 @@ class CallForm(NamedTuple):
     values: tuple[int | None, ...]
     left: tuple[tuple[nn.Module, str], ...] = ()
 
+    @property
+    def lead(self) -> int:
+        """That of the first argument that has rows."""
+        return next(dim for dim in self.arguments if dim is not None)
+
 
 def piece_sizes(num_rows: int, num_pieces: int) -> tuple[int, ...]:
     """Return the rows of every piece; the first ones have one more, the last ones perhaps none."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 import threading
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture.arguments import Copies
+from roundpipe_lightning.engine.capture.arguments import Copies, Swap
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.capture.torch_functions import (
@@ -81,15 +82,42 @@ class CallForms:
         self.known: dict[Key, CallForm | None] = {}
         # dimensions of what blocks gave
         self.by_calls: dict[FunctionCalls, Sequence[int | None]] = {}
+        #: Gives what the user's code keeps beside tensors and attributes, to be compared.
+        self.contents: Callable[[], Any] = lambda: None
+        self.looks = False  # whether calls are compared where the batch is one piece, too
+        self._watched: set[type] = set()
+        self._divided: dict[type, str] = {}  # classes of blocks that ran on pieces, and the first
 
-    def put(self, key: Key, form: CallForm | None, *, name: str, reason: str) -> None:
+    @contextmanager
+    def watched(self, block: nn.Module, name: str) -> Iterator[None]:
+        """Warn, once for a class, where a block that runs once more writes into what is kept."""
+        if type(block) in self._watched:
+            yield
+            return
+        self._watched.add(type(block))
+        before = self.contents()
+        yield
+        if self.contents() != before:
+            warnings.warn(
+                f"Block {name!r} writes into a list, a dict or another object, or into a global. "
+                "It runs once per microbatch, and again when it is recomputed: what it writes is "
+                "not what one device has. Let it return the values, or assign them to attributes.",
+                stacklevel=2,
+            )
+
+    def put(self, key: Key, form: CallForm | None, *, kind: type, name: str, reason: str) -> None:
         self.known[key] = form
-        if form is None and name not in self.whole:
+        if form is not None:
+            self._divided.setdefault(kind, name)
+        elif name not in self.whole:
             self.whole[name] = reason
             if len(self.whole) == 1:
+                earlier = self._divided.get(kind, name)
                 warnings.warn(
                     f"Block {name!r} runs on the whole batch, not on microbatches: {reason}. "
-                    "Workers share a batch only where its rows are independent.",
+                    "Workers share a batch only where its rows are independent."
+                    + f" Block {earlier!r}, of the same class, has run on microbatches of this "
+                    "batch: its numbers may differ." * (earlier != name),
                     category=WholeBatchWarning,
                     stacklevel=2,
                 )
@@ -174,14 +202,15 @@ class DriverForward(ForwardPass):
 
     def _prepare(self, block: nn.Module, given: Given, position: int | None) -> int | None:
         self._sources, self._posted = {}, None
-        if self.board.num_pieces == 1:
+        if self.board.num_pieces == 1 and not self._forms.looks:
             return self._in_turn(position)
         arguments, hold_objects = arguments_of(given)
         gradient = self.backward and torch.is_grad_enabled()
         found = None
-        if gradient or not hold_objects:  # a block writes into the object itself, a cache say
+        # A block writes into an object that it is given (a cache, say) itself.
+        if not hold_objects or (gradient and self.board.num_pieces > 1):
             found = self._form_of(block, given, arguments, position)
-        if found is None:
+        if found is None or self.board.num_pieces == 1:
             for tensor, joined in arguments:
                 if joined is not None:
                     self._sources[id(tensor)] = joined.materialize()
@@ -252,11 +281,21 @@ class DriverForward(ForwardPass):
         return position
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        return tensor.value.materialize() if isinstance(tensor, LazyTensor) else tensor
+        if not isinstance(tensor, LazyTensor):
+            return tensor
+        value = tensor.value
+        # Of a batch in one piece it is only looked at: no code of the user's runs between blocks.
+        whole: Tensor = value.materialize() if self.board.num_pieces > 1 else value.detached()
+        return whole
 
     def source_of(self, given: Tensor | Value) -> Source:
         source = self._sources.get(id(given))
         return super().source_of(given) if source is None else source
+
+    @property
+    def _may_try(self) -> bool:
+        """Whether a call may run on pieces, or is looked at for those of later batches."""
+        return self.turns.in_forward_stage or self.board.num_pieces == 1
 
     def _form_of(
         self,
@@ -266,7 +305,7 @@ class DriverForward(ForwardPass):
         position: int | None,
     ) -> _Found | None:
         """Return how to cut a call; None: it takes the whole batch."""
-        if not self.turns.in_forward_stage or not arguments:
+        if not self._may_try or not arguments:
             return None
         name, forms = self._names[block], self._forms
         gradient = self.backward and torch.is_grad_enabled()
@@ -275,7 +314,7 @@ class DriverForward(ForwardPass):
         key = (name, gradient, modes, *((a.tensor.dim(), a.tensor.dtype) for a in arguments))
         reason = reason_against_pieces(block, writes)
         if reason:
-            forms.put(key, None, name=name, reason=reason)
+            forms.put(key, None, kind=type(block), name=name, reason=reason)
         form = forms.known.get(key)
         if form is None and key in forms.known:
             return None
@@ -295,7 +334,7 @@ class DriverForward(ForwardPass):
         for tensor, joined in arguments:  # what is looked at can end the turn
             if joined is None or joined.shadow is None:
                 self._whole(tensor)
-        if not self.turns.in_forward_stage:
+        if not self._may_try:
             return None
         position, few, reason = self._in_turn(position), False, ""
         name, forms = self._names[block], self._forms
@@ -312,11 +351,12 @@ class DriverForward(ForwardPass):
                 # Another guess that comes further says more than one that does not fit at all.
                 reason = str(error) if not reason or error.__cause__ is None else reason
                 continue
-            forms.put(key, form, name=name, reason="")
+            forms.put(key, form, kind=type(block), name=name, reason="")
             return form, sizes, shadows
         if not few:
             reason = reason or "no dimension of its arguments is the batch's"
-            self._unknown = partial(forms.put, key, None, name=name, reason=reason)
+            kind = type(block)
+            self._unknown = partial(forms.put, key, None, kind=kind, name=name, reason=reason)
         return None
 
     def _sizes(
@@ -328,7 +368,7 @@ class DriverForward(ForwardPass):
             if joined is not None and joined.dim is not None:
                 own: Sequence[int] = joined.sizes
             elif joined is None and dim is not None:
-                own = piece_sizes(tensor.shape[dim], self.board.num_pieces)
+                own = piece_sizes(tensor.shape[dim], max(2, self.board.num_pieces))
             else:
                 continue
             if sizes is not None and list(sizes) != list(own):
@@ -379,6 +419,13 @@ class DriverForward(ForwardPass):
 
     def left_attributes(self) -> Sequence[tuple[nn.Module, str]]:
         return () if self._posted is None else self._posted.form.left
+
+    def run_block(
+        self, call: BlockCall, resident: ResidentBlocks, *, take: Swap, given: Given | None = None
+    ) -> Outcome:
+        watched = self._forms.watched(call.block, call.name)
+        with watched if given is None else nullcontext():
+            return super().run_block(call, resident, take=take, given=given)
 
     def end_user_code(self) -> None:
         for (module, name), joined in self._left.items():
@@ -439,6 +486,7 @@ class DriverForward(ForwardPass):
                 resident.take_writes,
                 gradient=self.backward and torch.is_grad_enabled() and not self._forms.trusts_rows,
                 known=self._forms.by_calls,
+                again=self._forms.watched(block, name),
             )
         if buffers:
             raise NotByRowsError(

@@ -2,6 +2,8 @@
 
 A block is run on the rows of the first piece, of the second, of both, and on as many that are
 alike. Where both together do not give what each gives by itself, the rows depend on each other.
+Other rows can decide without a trace in these values: a branch that all of them take, a threshold
+that is passed anyway. So the first piece's rows run beside much larger ones of either sign, too.
 A block that calls the functions that an earlier one called, with the same numbers and shapes, does
 the same with other weights: it is run on both pieces' rows and on the first's.
 
@@ -17,8 +19,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import zip_longest
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -59,6 +60,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _SUMS = frozenset({"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"})
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE = 5e-2  # of narrower types, relative to the largest value
+_BESIDE = {4: 100.0, 5: -100.0}  # what the second piece's rows are multiplied by in further runs
 
 
 class NotByRowsError(Exception):
@@ -107,7 +109,8 @@ def candidates(arguments: Sequence[Argument]) -> Iterator[Sequence[int | None]]:
     if lead is None:
         return
     shape = lead.tensor.shape
-    dims = range(min(2, len(shape))) if lead.joined is None else [lead.joined.dim or 0]
+    # The last dimension is that of features.
+    dims = range(max(1, min(2, len(shape) - 1))) if lead.joined is None else [lead.joined.dim or 0]
     for dim in dims:
         likely = [_dim_of(argument, shape[dim], dim) for argument in arguments]
         yield likely
@@ -170,12 +173,14 @@ class RowTrial:
         *,
         gradient: bool,
         known: Mapping[FunctionCalls, Sequence[int | None]],
+        again: AbstractContextManager[None],
     ) -> FunctionCalls:
         """Run a block on both pieces' rows, the first's, the second's, and many that are alike.
 
         Args:
             gradient: Whether gradients that code of the user's makes are compared, too.
             known: The dimensions of what other blocks gave.
+            again: Entered while it runs once more.
 
         Raises:
             NotByRowsError: If it raises an error, or gradients of rows depend on other rows.
@@ -190,7 +195,10 @@ class RowTrial:
                 shadow, dim = self._taken[id(tensor)]
                 if dim is not None and part == 3:
                     return self._marks.mark(_alike(shadow.both, dim))
-                rows = shadow[part % 3]
+                rows = shadow[part] if part < 3 else shadow.both
+                if dim is not None and part in _BESIDE and _is_finite(rows):
+                    scaled = shadow.second * _BESIDE[part]
+                    return self._marks.mark(torch.cat([shadow.first, scaled], dim))
                 if gradient and rows.is_floating_point():
                     rows = rows.detach().requires_grad_()
                     leaves.append((rows, dim))
@@ -209,10 +217,15 @@ class RowTrial:
             run(2)
         calls = (*map(type, block.modules()), *self._dims, gradient, *functions)
         self._known = known.get(calls)
-        first = run(0, gradient=gradient)
+        with again:
+            first = run(0, gradient=gradient)
         if self._known is None:
             run(1)
             run(3)
+            for part in _BESIDE:
+                with suppress(NotByRowsError):  # it may refuse such numbers
+                    run(part)
+                take_writes()
         if gradient:
             names = [name for name in map(function_of_user, nodes_of(first[0])) if name]
             if names or self._marks.sees_gradients:
@@ -257,8 +270,13 @@ class RowTrial:
             raise NotByRowsError("it gives other outputs for another number of rows")
         shadows = [Shadow(*parts) for parts in zip(results[0], results[1], results[2], strict=True)]
         values = tuple(
-            self._dim_made(shadow, alike, num_rows=num_rows, trusts_rows=trusts_rows)
-            for shadow, alike in zip_longest(shadows, results.get(3, ()))
+            self._dim_made(
+                shadow,
+                {part: results[part][slot] for part in (3, *_BESIDE) if part in results},
+                num_rows=num_rows,
+                trusts_rows=trusts_rows,
+            )
+            for slot, shadow in enumerate(shadows)
         )
         return CallForm(arguments=self._dims, values=values, left=tuple(left[0])), shadows
 
@@ -271,7 +289,7 @@ class RowTrial:
         return {key: value for key, value in left.items() if self._marks.has(value)}
 
     def _dim_made(
-        self, shadow: Shadow, alike: Tensor | None, *, num_rows: int, trusts_rows: bool
+        self, shadow: Shadow, more: Mapping[int, Tensor], *, num_rows: int, trusts_rows: bool
     ) -> int | None:
         first, second, both = shadow
         differing = [
@@ -285,8 +303,11 @@ class RowTrial:
         elif both.shape[dim] != num_rows or first.shape[dim] + second.shape[dim] != num_rows:
             raise NotByRowsError("its output has another number of rows than its input")
         else:
-            same = _close(torch.cat([first, second], dim), both) and (
-                alike is None or _close(alike.narrow(dim, 0, 1).expand_as(alike), alike)
+            same = _close(torch.cat([first, second], dim), both) and all(
+                _close(made.narrow(dim, 0, 1).expand_as(made), made)
+                if part == 3
+                else _close(made.narrow(dim, 0, first.shape[dim]), first)
+                for part, made in more.items()
             )
         if not (same or trusts_rows):
             raise NotByRowsError(
@@ -456,6 +477,10 @@ def _cotangent(shadow: Shadow, part: int) -> Tensor:
     whole = torch.arange(both.numel(), device=both.device).cos().to(both.dtype).view(both.shape)
     num, more = first.shape[dims[0]], second.shape[dims[0]]
     return [whole.narrow(dims[0], 0, num), whole.narrow(dims[0], num, more), whole][part]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isfinite().all())
 
 
 def _scale_of(tensor: Tensor) -> float:

@@ -96,7 +96,10 @@ class MetaCopy:
         self._modules: dict[nn.Module, nn.Module] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor, int]] = []
         self._num_objects = 0
-        self._check_code(type(module))
+        for kind in {type(child) for child in module.modules()}:
+            for function in _code_of(kind):
+                if kind is type(module) or _is_of_user(function):
+                    self._check_code(function)
         self.module = self.module_copy(module)
         self.module.__dict__.update(settings or {})
 
@@ -171,13 +174,12 @@ class MetaCopy:
             if buffer is not None:
                 self._buffers.append((copy, name, buffer, buffer._version))
 
-    def _check_code(self, kind: type) -> None:
-        """Refuse a module whose own methods write to variables outside of it."""
-        for function in _code_of(kind):
-            if not _is_pure(function) or _changes_globals(function):
-                raise self._refuse(
-                    f"{function.__qualname__} may change a variable outside of the module"
-                )
+    def _check_code(self, function: types.FunctionType) -> None:
+        """Refuse a method that writes to variables outside of its module."""
+        if not _is_pure(function) or _changes_globals(function):
+            raise self._refuse(
+                f"{function.__qualname__} may change a variable outside of the module"
+            )
 
     def _copied(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -408,7 +410,8 @@ def _is_pure(function: types.FunctionType) -> bool:
 
 
 def _changes_globals(function: types.FunctionType) -> bool:
-    """Whether a function assigns a variable of its file, or uses a container or generator there."""
+    """Whether a function assigns a variable of its file, or uses one that it could change there."""
     if any(step.opname == "STORE_GLOBAL" for step in dis.get_instructions(function)):
         return True
-    return any(isinstance(value, _CONTAINERS + _GENERATORS) for _, value in _named_in(function))
+    kinds = (*_CONTAINERS, *_GENERATORS, Iterator)
+    return any(isinstance(value, kinds) for _, value in _named_in(function))

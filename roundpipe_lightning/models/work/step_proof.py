@@ -15,7 +15,7 @@ What follows a mean has to be linear. What is not known to keep rows apart is ta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import zip_longest
@@ -207,6 +207,7 @@ def prove_step(
     batch: Any,
     run: Callable[[Any, Callable[[Callable[..., Any]], Callable[..., Any]]], tuple[Any, list[Any]]],
     sizes: Sequence[int] = (),
+    divided: Set[int] | None = None,
 ) -> LossKind:
     """Return what the loss of a batch is of the losses of its microbatches.
 
@@ -215,6 +216,8 @@ def prove_step(
         run: Runs the step on a copy of the batch without values. It wraps the blocks' `forward`
             with what it is given, and returns the loss, and what was logged.
         sizes: Numbers of rows with which it has to compute the same, too.
+        divided: Dimensions along which blocks were seen to treat entries independently; None:
+            where the rows are.
 
     Raises:
         Unproven: With the reason, if no proof is found.
@@ -234,7 +237,11 @@ def prove_step(
     for number in sizes:
         if _computed(_run(batch, number, run)) != _computed(runs[0]):
             raise Unproven("it computes something else for another number of rows")
-    return _Proof(*runs).kind()
+    proof = _Proof(*runs)
+    kind = proof.kind()
+    if divided is not None and proof.block_dims != divided:
+        raise Unproven("blocks were not seen to keep the batch's rows apart")
+    return kind
 
 
 def _computed(run: _Run) -> list[str]:
@@ -267,6 +274,7 @@ class _Proof:
         self._states: dict[int, _State] = {}
         self._sharing: dict[int, list[Tensor]] = {}  # tensors that the step made, by their memory
         self._given: set[int] = set()  # memory that it did not make
+        self.block_dims: set[int] = set()  # where the rows are in what blocks take
 
     def kind(self) -> LossKind:
         one, other = self._runs
@@ -382,6 +390,7 @@ class _Proof:
         if op.name in ("nll_loss_forward", "nll_loss2d_forward"):
             return all(one.dim == rows.dim == 0 for _, one in with_rows)
         if op.name == "block":
+            self.block_dims.add(state.dim)
             return True
         if others:
             return False

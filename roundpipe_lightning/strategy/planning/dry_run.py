@@ -9,8 +9,9 @@ files are put back. What cannot be run so is estimated from the parameters inste
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from copy import copy
 from typing import Any, NoReturn
 
@@ -82,15 +83,21 @@ def dry_run(
 
 @contextlib.contextmanager
 def _traceless(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Put back random generators, whose states are given, and what classes and files hold."""
+    """Put back random generators, whose states are given, and what classes and files hold.
+
+    The environment, too.
+    """
     kinds = {kind for child in module.modules() for kind in type(child).__mro__}
-    before = random_state()
+    before, environment = random_state(), dict(os.environ)
     held = [(holder, dict(vars(holder))) for holder in (*kinds, *objects_of_code(module))]
     lists = [(v, copy(v)) for _, values in held for v in values.values() if type(v) in _LISTS]
     try:
         yield before
     finally:
         set_random_state(before)
+        if dict(os.environ) != environment:
+            os.environ.clear()
+            os.environ.update(environment)
         for holder, values in held:
             for name, value in dict(vars(holder)).items():
                 if name not in values:
@@ -144,6 +151,7 @@ def prove(
     arguments: Sequence[Any],
     num_microbatches: int,
     shaped: ShapedBlocks,
+    divided: Set[int] | None,
 ) -> tuple[LossKind, list[str]]:
     """Return what a batch's loss is of those of its microbatches; see `prove_step`, which raises.
 
@@ -188,7 +196,7 @@ def prove(
                 max(1, num_rows // num_microbatches),
                 -(-num_rows // num_microbatches),
             }
-            kind = prove_step(batch=batch, run=run, sizes=sorted(sizes))
+            kind = prove_step(batch=batch, run=run, sizes=sorted(sizes), divided=divided)
             states = [tree_leaves(state) for state in (before, random_state())]
         if any(not _same(a, b) for a, b in zip(*states, strict=True)):
             raise Unproven("it draws random numbers")
