@@ -177,13 +177,13 @@ class Microbatch:
             with (
                 self._context.thread_context(),
                 device.thread_context(),
-                self.user,
                 memory_explained(self._shortage),
                 torch.set_grad_enabled(self._context.backward),
+                self.user,
+                self.user.suspended(),
             ):
                 self._run_step()
-                with self.user.suspended():
-                    turns.end_all()
+                turns.end_all()
         finally:
             turns.deactivate()
             if self._forward is not None:
@@ -236,16 +236,14 @@ class Microbatch:
                 "training_step returned a loss that does not require a gradient: no trainable "
                 "parameter took part in it, or it was detached."
             )
-        with self.user.suspended():
-            scale = torch.full_like(loss, self._loss_scale, requires_grad=False)
-            self._make_backward().run_backward(loss, scale)
+        scale = torch.full_like(loss, self._loss_scale, requires_grad=False)
+        self._make_backward().run_backward(loss, scale)
 
     def _run_user_code(self, forward: ForwardPass) -> Any:
         context, user, turns = self._context, self.user, self.turns
         blocks = [block for stack in context.stacks for block in stack.blocks]
         view = user.open_view(blocks, called=forward.call_block)
-        with user.suspended():
-            batch = map_tensors(turns.worker.upload, self._batch)
+        batch = map_tensors(turns.worker.upload, self._batch)
         with user.active():
             output = context.call(view, batch, self._index)
         turns.check_not_aborted()
@@ -319,9 +317,8 @@ class Microbatch:
                 sent[id(tensor)] = self._host_copy(tensor)
             return sent[id(tensor)]
 
-        with self.user.suspended():
-            self.output = map_tensors(send, output)
-            self.loss = None if loss is None else send(loss)
+        self.output = map_tensors(send, output)
+        self.loss = None if loss is None else send(loss)
 
     def _host_copy(self, tensor: Tensor) -> Tensor:
         worker = self.user.worker_of(tensor)
@@ -384,9 +381,8 @@ class Piece(Microbatch):
         self.forward = PieceForward(**self._forward_arguments(), piece=self.index)
         self._forward = board.forwards[self.index] = self.forward
         self.backward = PieceBackward(self.forward, collect=lambda rest: None)
-        with self.user.suspended():
-            for entry in board.entries(self.index):
-                entry(self)
+        for entry in board.entries(self.index):
+            entry(self)
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -115,7 +115,12 @@ class Evaluation:
         user = self._user
         try:
             self._go_to(0)
-            with self.worker.device.thread_context(), user, memory_explained(self._shortage):
+            with (
+                self.worker.device.thread_context(),
+                memory_explained(self._shortage),
+                user,
+                user.suspended(),
+            ):
                 view = user.open_view(self._names, called=self._block_called)
                 here = map_tensors(self.worker.device.upload, batch)
                 with user.active():
@@ -379,7 +384,7 @@ class _MeetingPlace(TorchFunctionMode):
         if len(places) < 2:
             return args, kwargs
         writes = args and (name == "__set__" or writes_first(name))
-        written = next(tensors_in(args[0] if writes else kwargs.get("out")), None)
+        written = next(iter(tensors_in(args[0] if writes else kwargs.get("out"))), None)
         on_host = written is not None and not self.is_here(written)
         found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
             self._to_host if on_host else self._to_device, (args, kwargs)

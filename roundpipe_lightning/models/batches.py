@@ -141,7 +141,7 @@ def length_of(batch: Any) -> int | None:
     It is the second dimension that all tensors of whole numbers share (tokens, labels, masks); with
     none of these, of the tensors with three dimensions (features of every position).
     """
-    tensors = list(tensors_in(batch))
+    tensors = tensors_in(batch)
     lengths = {t.shape[1] for t in tensors if t.dim() == 2 and not t.is_floating_point()}
     if not lengths:
         lengths = {tensor.shape[1] for tensor in tensors if tensor.dim() == 3}

@@ -240,7 +240,7 @@ class LentMetrics:
     """
 
     def __init__(self, module: nn.Module, *, in_place: bool) -> None:
-        self._in_place = in_place
+        self._module, self._in_place = module, in_place
         self._roots = list(_metric_roots(module))
         for name, metric in self._roots:
             devices = {part.device.type for part in _parts(metric)}
@@ -257,21 +257,32 @@ class LentMetrics:
         return [metric for _, metric in self._roots]
 
     @contextmanager
-    def lent(self, *, is_whole: bool = True) -> Iterator[None]:
-        """Let metrics follow their arguments in a step on the whole batch; refuse others."""
+    def lent(self, log: Callable[..., None], *, is_whole: bool = True) -> Iterator[None]:
+        """Let metrics follow their arguments in a step on the whole batch; refuse others.
+
+        `log` stands in for the module's own, which is on its class or was set on it by the user.
+        """
         parts = [] if self._in_place and is_whole else self._parts
-        with _unseen_explained():
-            do: Callable[..., None] = _follow
-            if not is_whole:
-                do = _refuse
-            undo = [_before_use(part, partial(do, name, part)) for name, part in parts]
-            try:
-                yield
-            finally:
-                for end in undo:
-                    end()
-                for _, part in parts:
-                    _bring_to_host(part)
+        do: Callable[..., None] = _follow
+        if not is_whole:
+            do = _refuse
+        undo = [_before_use(part, partial(do, name, part)) for name, part in parts]
+        before = vars(self._module).get("log")
+        vars(self._module)["log"] = log
+        try:
+            yield
+        except RuntimeError as error:
+            _explain_unseen(error)
+            raise
+        finally:
+            if before is None:
+                vars(self._module).pop("log", None)
+            else:
+                vars(self._module)["log"] = before
+            for end in undo:
+                end()
+            for _, part in parts:
+                _bring_to_host(part)
 
     def states(self) -> list[dict[str, Any]]:
         """Return what metrics have on devices: attributes of each of their parts, by name."""
@@ -372,16 +383,11 @@ def _bring_to_host(metric: Metric) -> None:
         vars(metric)[name] = pytree.tree_map_only(Tensor, Tensor.cpu, vars(metric)[name])
 
 
-@contextmanager
-def _unseen_explained() -> Iterator[None]:
+def _explain_unseen(error: RuntimeError) -> None:
     """Say with an error of torchmetrics about several devices what it takes here."""
-    try:
-        yield
-    except RuntimeError as error:
-        places = traceback.extract_tb(error.__traceback__)
-        is_metrics = any(f"{os.sep}torchmetrics{os.sep}" in place.filename for place in places)
-        if not is_metrics or "device" not in str(error):
-            raise
+    places = traceback.extract_tb(error.__traceback__)
+    is_metrics = any(f"{os.sep}torchmetrics{os.sep}" in place.filename for place in places)
+    if is_metrics and "device" in str(error):
         raise ConfigurationError(
             "A metric met tensors of another device. Assign it to an attribute of the module, or "
             "keep it in nn.ModuleList, nn.ModuleDict or MetricCollection; it is then found, and "

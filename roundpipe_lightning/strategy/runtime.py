@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeAlias
-from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -429,9 +428,8 @@ class PipelineRuntime:
             logs[cut.part](*args, **kwargs)
 
         with (
-            self._metrics.lent(is_whole=is_one),
+            self._metrics.lent(log, is_whole=is_one),
             nullcontext() if hosts is None else own_draws(hosts, self._batch_number),
-            patch.object(self._module, "log", log),
         ):
             # A host has as many microbatches as its part of the batch gives.
             before = [] if hosts is None else hosts.control.objects(cut.num_microbatches)
@@ -626,13 +624,12 @@ class PipelineRuntime:
         blocks = [block for stack in engine.stacks for block in stack.blocks]
         step = ManualStep(self._module, blocks=blocks, device=device, apart=self._metrics.metrics)
         with (
-            self._metrics.lent(),
+            self._metrics.lent(host_log(self._module)),
             # Checkpoints have the host's generators only; so a resumed run draws the same numbers.
             seeded(
                 [each for each in device.generators() if each is not torch.default_generator],
                 mix(torch.initial_seed(), self._batch_number),
             ),
-            patch.object(self._module, "log", host_log(self._module)),
         ):
             output: STEP_OUTPUT = step.run_step(call, batch)
         return output
@@ -644,7 +641,7 @@ class PipelineRuntime:
             self._cast_again()
             engine = self._open_engine()
             log = host_log(self._module, syncs=self.hosts is not None)
-            with self._metrics.lent(), patch.object(self._module, "log", log):
+            with self._metrics.lent(log):
                 call = self._step_of(step_name, arguments)
                 return engine.evaluate(call, batch, outside=self._fusion)
 

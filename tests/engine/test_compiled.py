@@ -123,8 +123,8 @@ def test_a_block_that_draws_draws_the_same_again() -> None:
     )
 
     def drawn(number: int) -> Tensor:
-        with stream.block(number):
-            return run(compiler, block, x, stream=stream)
+        stream.begin_block(number)
+        return run(compiler, block, x, stream=stream)
 
     before = generator.get_state()
     first = drawn(0)

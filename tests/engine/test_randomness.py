@@ -108,8 +108,9 @@ def test_gradients_are_those_of_a_plain_loop_with_the_same_masks() -> None:
         with Mode():
             hidden = model.head(batch[0])
             for block, layer in enumerate(model.layers):
-                with stream.block(block):
-                    hidden = layer(hidden)
+                stream.begin_block(block)
+                hidden = layer(hidden)
+                stream.end_block()
             loss: Tensor = functional.mse_loss(model.tail(hidden).squeeze(-1), batch[1])
         return loss
 
@@ -257,7 +258,8 @@ def _called(draws: StepDraws, function: Callable[[Tensor], Tensor], x: Tensor) -
             return stream.call(func, args, kwargs or {})
 
     x = x.clone().requires_grad_()
-    with Mode(), stream.block(0):
+    stream.begin_block(0)
+    with Mode():
         out = function(x)
     out.sum().backward()
     assert x.grad is not None

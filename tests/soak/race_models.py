@@ -257,9 +257,10 @@ class _Streams(TorchFunctionMode):
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        with self._stream.block(self._num_calls):
-            self._num_calls += 1
-            yield
+        self._stream.begin_block(self._num_calls)
+        self._num_calls += 1
+        yield
+        self._stream.end_block()
 
 
 class _Called(nn.Module):

@@ -81,9 +81,8 @@ class Copies:
 
     def arguments(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = given
-        return tuple([self.copied(arg) for arg in args]), {
-            key: self.copied(value) for key, value in kwargs.items()
-        }
+        copied = tuple(map(self.copied, args))
+        return copied, {k: self.copied(value) for k, value in kwargs.items()} if kwargs else {}
 
     def copied(self, node: Any, *, in_object: bool = False) -> Any:
         """Return a copy of any object; one that cannot hold a tensor is returned as it is."""

@@ -76,7 +76,7 @@ class LazyTensor(Tensor):
         lazy.value = value
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
-                lazy.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+                lazy._backward_hooks = _REFUSING  # without the handle that `register_hook` makes
         return lazy
 
     @classmethod
@@ -111,6 +111,9 @@ class LazyTensor(Tensor):
 def _refuse_gradient(gradient: Tensor) -> None:  # noqa: ARG001 - a tensor's hook
     """Raise when a gradient arrives at a lazy tensor: it belongs to the tensor behind it."""
     raise CaptureError(_PAST_FUNCTIONS.format("An operation"))
+
+
+_REFUSING: Any = {0: _refuse_gradient}
 
 
 def materialized(node: Any) -> Any:

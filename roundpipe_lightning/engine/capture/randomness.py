@@ -207,6 +207,7 @@ class RandomStream:
         self._place = mix(self._seed, 0)
         self.num_draws = 0
         self._block: int | None = None
+        self._outside = self._place, 0  # place and draws of the code outside while a block runs
         self._given_states: dict[tuple[int, int], bytes] = {}
         self._made: dict[torch.device, torch.Generator] = {}  # this thread's
 
@@ -258,15 +259,13 @@ class RandomStream:
                 "repeats the numbers), or seed the generator in the block before it draws."
             )
 
-    @contextmanager
-    def block(self, index: int) -> Iterator[None]:
-        """Draw as block `index` until the end of the context, always the same numbers."""
-        outer = self._place, self.num_draws, self._block
+    def begin_block(self, index: int) -> None:
+        """Draw as block `index` until `end_block`, always the same numbers."""
+        self._outside = self._place, self.num_draws
         self._place, self.num_draws, self._block = mix(self._seed, 1, index), 0, index
-        try:
-            yield
-        finally:
-            self._place, self.num_draws, self._block = outer
+
+    def end_block(self) -> None:
+        (self._place, self.num_draws), self._block = self._outside, None
 
     def _call_seeded(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], seed: int

@@ -102,7 +102,8 @@ class SideOutputs:
             SideOutputs._marks_exist = True
         self.looks_at_arguments = watch is not Watch.UNWATCHED and self._marks_exist
         self.looks_at_results = watch not in _SILENT
-        self.observe(list(taken))
+        if self.looks_at_results:
+            self.observe(list(taken))
         self._num_functions = 0  # whatever was asked about the inputs
 
     def end_block(self) -> None:
@@ -110,8 +111,7 @@ class SideOutputs:
         self.looks_at_arguments = self.looks_at_results = False
 
     def observe(self, result: Any) -> None:
-        if not self.looks_at_results:
-            return
+        """Look at what a function gave, where `looks_at_results`."""
         self._num_functions += 1
         results = result if isinstance(result, (tuple, list)) else (result,)
         for position, tensor in enumerate(results):

@@ -82,9 +82,14 @@ def has_foreign_saved_tensor_hooks() -> bool:
     return hooks is not None and module.partition(".")[0] not in _PACKAGES
 
 
-@contextmanager
-def saved_tensor_hooks_away() -> Iterator[None]:
+def saved_tensor_hooks_away() -> AbstractContextManager[None]:
     """Keep what a graph saves as it is, whatever hooks (of checkpointing, say) are around."""
+    there: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return nullcontext() if there is None else _saved_tensor_hooks_away()
+
+
+@contextmanager
+def _saved_tensor_hooks_away() -> Iterator[None]:
     taken = []
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks
     while (hooks := top(True)) is not None:
@@ -145,8 +150,7 @@ class ModeStack:
         self.is_active = False  # whether the user's code outside the blocks runs
 
     def without(self) -> AbstractContextManager[None]:
-        is_watched = self.is_active or torch._C._len_torch_function_stack()
-        return _Without(self) if is_watched else nullcontext()
+        return _Without(self)
 
     def again(self) -> AbstractContextManager[None]:
         return _Again(self)
@@ -160,15 +164,17 @@ class _Without(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         stack = self._stack
-        num_modes = torch._C._len_torch_function_stack()
-        self._taken = [torch._C._pop_torch_function_stack() for _ in range(num_modes)][::-1]
+        self._taken: list[Any] = []
+        while torch._C._len_torch_function_stack():
+            self._taken.insert(0, torch._C._pop_torch_function_stack())
         stack.away += self._taken
         self._was_active, stack.is_active = stack.is_active, False
 
     def __exit__(self, *error: object) -> None:
         del self._stack.away[len(self._stack.away) - len(self._taken) :]
         self._stack.is_active = self._was_active
-        _push(self._taken)
+        for mode in self._taken:
+            torch._C._push_on_torch_function_stack(mode)
 
 
 class _Again(AbstractContextManager[None]):
@@ -179,17 +185,13 @@ class _Again(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._back, self._stack.away = self._stack.away, []
-        _push(self._back)
+        for mode in self._back:
+            torch._C._push_on_torch_function_stack(mode)
 
     def __exit__(self, *error: object) -> None:
         for _ in self._back:
             torch._C._pop_torch_function_stack()
         self._stack.away = self._back
-
-
-def _push(modes: list[Any]) -> None:
-    for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
 
 
 # --- autocast and context variables, which belong to a thread -------------------------------------
@@ -335,7 +337,7 @@ class RoundedLeaves:
     ) -> tuple[Any, Any, Any]:
         """Return what a function gives if it gives a view, else `NotImplemented`; its arguments."""
         name = name_of(func)
-        if not self.masters or name in QUESTIONS or name in _WITHOUT_VALUES:
+        if name in QUESTIONS or name in _WITHOUT_VALUES:
             return NotImplemented, args, kwargs
         tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
         rounded = {x.dtype for x in tensors if self._is_rounded(x)}

@@ -73,16 +73,21 @@ def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
     return _with_children(node, after)
 
 
-def tensors_in(node: Any) -> Iterator[Tensor]:
-    kind = type(node)
-    if isinstance(node, Tensor):
-        yield node
-    elif kind is tuple or kind is list or kind is dict:
-        for child in node.values() if kind is dict else node:
-            yield from tensors_in(child)
-    elif kind not in _LEAVES:
-        for _, child in children_of(node):
-            yield from tensors_in(child)
+def tensors_in(node: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    left = [node]
+    while left:
+        one = left.pop()
+        kind = type(one)
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif kind is tuple or kind is list:
+            left += one[::-1]
+        elif kind is dict:
+            left += [*one.values()][::-1]
+        elif kind not in _LEAVES:
+            left += [child for _, child in children_of(one)][::-1]
+    return found
 
 
 def parameters_in(module: nn.Module) -> list[nn.Parameter]:
@@ -94,6 +99,8 @@ def parameters_in(module: nn.Module) -> list[nn.Parameter]:
         one = left.pop()
         if one is not None and id(one) not in seen:
             seen.add(id(one))
-            found += [p for p in one._parameters.values() if p is not None]  # noqa: SLF001
+            for parameter in one._parameters.values():  # noqa: SLF001
+                if parameter is not None:
+                    found.append(parameter)  # noqa: PERF401 - a comprehension is a call
             left += one._modules.values()  # noqa: SLF001
     return found

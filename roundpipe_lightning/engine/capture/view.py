@@ -96,6 +96,8 @@ class LazyTable(dict[str, V], Generic[V]):
             time, because the worker that runs a view changes between segments.
     """
 
+    __slots__ = ("_entries", "_own", "_place", "known")
+
     def __init__(self, entries: Mapping[str, Any], place: Callable[[Any], V]) -> None:
         super().__init__(entries)
         self._entries = entries
@@ -410,6 +412,8 @@ class ViewClasses:
     def hand_on(self) -> None:
         """Set on users' classes what was set on views': by `type(self).count += 1`, say."""
         for (*_, base), made in list(self._made.items()):
+            if len(vars(made)) == len(self._own_names[made]):
+                continue
             present = dict(vars(made))
             for name in present.keys() - self._own_names[made]:
                 if not name.startswith("__"):
@@ -602,5 +606,7 @@ class ViewMaker:
 
 
 def _placed(entries: Mapping[str, Any], place: Callable[[Any], Any]) -> dict[str, Any]:
+    if not entries:
+        return {}
     found = list(entries.items())  # another microbatch may write meanwhile
     return {name: None if entry is None else place(entry) for name, entry in found}

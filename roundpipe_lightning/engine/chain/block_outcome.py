@@ -63,6 +63,8 @@ class Outcome:
             self._swapped(change.value, self._number, in_object=change.in_object)
 
     def _swapped(self, node: Any, swap: Swap, *, in_object: bool = False) -> Any:
+        if type(node) is Tensor and id(node) not in self._originals:
+            return swap(node, in_object)  # as below, sooner
         copies = Copies(swap, objects=self._objects, known=self._originals)
         return copies.copied(node, in_object=in_object)
 

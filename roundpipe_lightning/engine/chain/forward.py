@@ -85,6 +85,7 @@ class ForwardPass:
         stages = self.turns.plan.partition.stages()
         self._starts = {s.blocks.start for s in stages if s.kind is StageKind.BACKWARD}
         self._has_ended = False  # whether the user's code has
+        self._has_run = False  # whether a block has since the last look at what blocks write
         self._position = 0
         self._stage: Stage | None = None  # the last one that a call was in, and its blocks
         self._blocks: tuple[nn.Module, ...] = ()
@@ -262,18 +263,18 @@ class ForwardPass:
         self.user.writes.were_any |= self.user.write_buffers_back()
 
     def _end_forward(self) -> None:
-        if not self.turns.is_active:  # another microbatch has the worker: it may run blocks there
+        # Without the turn another microbatch has the worker: it may run blocks there.
+        if not (self._has_run and self.turns.is_active):
             return
-        worker = self.turns.worker
+        worker, self._has_run = self.turns.worker, False
         worker.count_bytes(self.boundary_bytes())
         self.user.writes.were_any |= worker.end_forward(self.turns.stage)
 
     def end_user_code(self) -> None:
         self._has_ended = True
-        with self.user.suspended():
-            self._end_forward()
-            self.go_to_fused_stage()
-            self.turns.enter()
+        self._end_forward()
+        self.go_to_fused_stage()
+        self.turns.enter()
 
     def drop_turn(self) -> None:
         """Drop what the last forward turn has beside the segments' graphs."""
@@ -343,6 +344,7 @@ class ForwardPass:
                 leaves[value] = self.sources.here(value, repeats=call.wanted)
             return leaves[value]
 
+        self._has_run = True
         with self._resident(call.block, call.position) as resident:
             outcome = self.run_block(call, resident, take=take, given=given)
             if call.position is None:
@@ -416,8 +418,9 @@ class ForwardPass:
 
     def boundary_bytes(self) -> int:
         """Bytes of the values on the host, and of what recomputes do not run again."""
-        kept = sum(call.kept.num_bytes for call in self.calls if call.kept is not None)
-        return kept + sum(value.host_bytes for call in self.calls for value in call.values)
+        kept = [call.kept for call in self.calls if call.kept is not None]
+        sent = [v.host for call in self.calls for v in call.values if v.host is not None]
+        return sum(each.num_bytes for each in (*kept, *sent))
 
     def links(self) -> list[Link]:
         return [

@@ -143,6 +143,8 @@ class PieceBoard:
 
     def post(self, entry: Posted | None) -> None:
         """Tell the pieces what to do; None: the step has ended."""
+        if self.num_pieces == 1:
+            return
         with self._changed:
             self._posted.append(entry)
             self._changed.notify_all()

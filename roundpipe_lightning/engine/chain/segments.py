@@ -68,29 +68,23 @@ class Segments:
 
     def __post_init__(self) -> None:
         self.code_ran = False  # whether user code has computed since the last call
-        self._all = [Segment(start=0, first_node=0, is_fused=not self.turns.in_forward_stage)]
+        self.number = 0  # of the last one
+        self.last = Segment(start=0, first_node=0, is_fused=not self.turns.in_forward_stage)
+        self._all = [self.last]
         self._thread = threading.get_ident()
-
-    @property
-    def last(self) -> Segment:
-        return self._all[-1]
-
-    @property
-    def number(self) -> int:
-        return len(self._all) - 1
 
     def __getitem__(self, number: int) -> Segment:
         return self._all[number]
 
     def open_next(self) -> None:
         """Let what follows be a segment of its own."""
-        self._all.append(
-            Segment(
-                start=len(self.calls),
-                first_node=_next_node(),
-                is_fused=not self.turns.in_forward_stage,
-            )
+        self.number += 1
+        self.last = Segment(
+            start=len(self.calls),
+            first_node=_next_node(),
+            is_fused=not self.turns.in_forward_stage,
         )
+        self._all.append(self.last)
 
     def made_in(self, tensor: Tensor) -> int:
         node = tensor.grad_fn
@@ -235,7 +229,7 @@ def share_a_graph(upper: Sequence[Tensor], lower: Sequence[Tensor]) -> bool:
     backward, so the first run must not free what the second needs.
     """
     below = {node for node in nodes_of(lower) if node.next_functions}
-    return not below.isdisjoint(nodes_of(upper))
+    return bool(below) and not below.isdisjoint(nodes_of(upper))
 
 
 def rows_to_come(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[Tensor, Tensor]:

@@ -102,10 +102,6 @@ class Value(Reference):
             return False
         return (self._lazy is not None and self._lazy() is not None) or self.is_wanted()
 
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self.host is None else self.host.num_bytes
-
     def lazy(self) -> LazyTensor:
         known = None if self._lazy is None else self._lazy()
         if known is not None:
@@ -175,6 +171,7 @@ class BlockCall:
             or any(tensor.requires_grad for tensor in self.arguments)
             or any(parameter.requires_grad for parameter in self.block.parameters())
         )
+        self.is_recomputed = self.wanted and self.segment is None
         if self.is_recomputed:
             self._autocast, self._variables = autocast_now(), copy_context()
             self._versions = list(map(version_of, self.arguments))
@@ -191,10 +188,6 @@ class BlockCall:
         elif not (in_object and source.in_object):
             self.inputs.append(source)
         return source
-
-    @property
-    def is_recomputed(self) -> bool:
-        return self.wanted and self.segment is None
 
     def keeping(
         self, turns: MicrobatchTurns, resident: ResidentBlocks, *, sources: Sources, again: bool

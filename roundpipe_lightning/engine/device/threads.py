@@ -36,22 +36,23 @@ class Countdown:
     def __init__(self, number: int) -> None:
         self._left = number
         self._counting = threading.Lock()
-        self._over = threading.Event()
-        if not number:
-            self._over.set()
+        self._gate = threading.Lock()  # held until all have happened; an event costs ten of it
+        self.is_over = not number
+        if number:
+            self._gate.acquire()
 
     def count(self) -> None:
         with self._counting:
             self._left -= 1
-            if not self._left:
-                self._over.set()
-
-    @property
-    def is_over(self) -> bool:
-        return self._over.is_set()
+            if self._left:
+                return
+        self.is_over = True
+        self._gate.release()
 
     def wait(self, seconds: float) -> bool:
-        return self._over.wait(seconds)
+        if not self.is_over and self._gate.acquire(timeout=seconds):
+            self._gate.release()  # for others who wait
+        return self.is_over
 
 
 def _execute(index: int, task: Task, on_failure: Callable[[Failure], None], process: int) -> None:

@@ -41,6 +41,9 @@ T = TypeVar("T", bound=Tensor)
 
 def fold(sums: dict[T, Tensor], contribution: dict[T, Tensor]) -> None:
     """Add a contribution to running sums, in place; new entries are taken over, not copied."""
+    if not sums:  # all at once: a tensor's hash is expensive
+        sums.update(contribution)
+        return
     old, new = [], []
     for parameter, gradient in contribution.items():
         if parameter not in sums:
@@ -388,4 +391,8 @@ class GradientReducer:
 
 
 def in_their_dtype(gradients: Gradients) -> Gradients:
-    return {parameter: g.to(gradient_dtype(parameter)) for parameter, g in gradients.items()}
+    for parameter, gradient in gradients.items():
+        dtype = gradient_dtype(parameter)
+        if gradient.dtype is not dtype:
+            gradients[parameter] = gradient.to(dtype)
+    return gradients

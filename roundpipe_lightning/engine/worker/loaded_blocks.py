@@ -432,10 +432,12 @@ class ResidentBlocks:
 
     def take_gradients(self) -> tuple[Sequence[int], Gradients]:
         """Download what the leaves have accumulated, and for which microbatches."""
-        there = {p: leaf.grad for p, leaf in self._leaves.items() if leaf.grad is not None}
-        for leaf in self._leaves.values():
-            leaf.grad = None
-        return self.take_microbatches(), {p: self.device.download(g) for p, g in there.items()}
+        found: Gradients = {}
+        for parameter, leaf in self._leaves.items():
+            if leaf.grad is not None:
+                found[parameter] = self.device.download(leaf.grad)
+                leaf.grad = None
+        return self.take_microbatches(), found
 
     def close(self) -> None:
         """Break the circles between views and their maker, so that memory is free at once."""

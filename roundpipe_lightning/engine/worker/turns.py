@@ -224,11 +224,8 @@ class MicrobatchTurns:
         self._stays: dict[Worker, bool] = {}  # what is known in this turn
         self._action = action = self._path[position]
         self.stage: Stage = self.plan.partition.stage(action.kind, action.stage)
+        self.in_forward_stage = action.kind is StageKind.FORWARD
         self.worker: Worker = self.workers[action.worker]
-
-    @property
-    def in_forward_stage(self) -> bool:
-        return self.stage.kind is StageKind.FORWARD
 
     @property
     def is_active(self) -> bool:

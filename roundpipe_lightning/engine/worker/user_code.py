@@ -60,6 +60,7 @@ _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 #: Types of arguments that neither are parameters nor hold some.
 _NO_MASTERS = frozenset({Tensor, int, float, bool, str, slice, type(None), torch.dtype})
+_NO_CONTAINERS = _NO_MASTERS | {nn.Parameter}
 
 
 Outside: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -311,11 +312,12 @@ class UserCode(TorchFunctionMode):
     @contextmanager
     def active(self) -> Iterator[None]:
         """Watch over the operations until the end of the context: user code runs."""
-        self._modes.is_active = True
-        try:
-            yield
-        finally:
-            self._modes.is_active = False
+        with self.resumed():
+            self._modes.is_active = True
+            try:
+                yield
+            finally:
+                self._modes.is_active = False
 
     def suspended(self) -> AbstractContextManager[None]:
         return self._modes.without()
@@ -332,19 +334,22 @@ class UserCode(TorchFunctionMode):
         It `gathers` where tensors that it keeps in objects (a cache) may be on other devices.
         """
         self._resident, self._gathers = resident, gathers and self._crosses
-        outer = self._parameter_writes
+        outer, stream = self._parameter_writes, self.stream
         self._parameter_writes = inner = ParameterWrites(is_watched=self._crosses)
+        if stream is not None:
+            stream.begin_block(number)
         try:
-            with nullcontext() if self.stream is None else self.stream.block(number):
-                yield
-            for written in inner.take_written():
-                self._refuse_write(resident.original_of(written))
+            yield
         finally:
+            if stream is not None:
+                stream.end_block()
             self._resident, self._gathers = None, False
             resident.rounded.forget_views()
             self.side_outputs.end_block()
             self._parameter_writes = outer
-            inner.take_written()
+            written = inner.take_written()  # what was put elsewhere is put back
+        for leaf in written:
+            self._refuse_write(resident.original_of(leaf))
 
     @property
     def runs_a_block(self) -> bool:
@@ -368,7 +373,10 @@ class UserCode(TorchFunctionMode):
             answer, args, kwargs = self._outside_blocks(func, args, kwargs)
         elif self._resident is not None:
             rounded = self._resident.rounded
-            if rounded.views or kwargs or not _NO_MASTERS.issuperset(map(type, args)):
+            # A rounded leaf may have to give way to the weight's own values.
+            known = _NO_MASTERS if rounded.masters else _NO_CONTAINERS
+            is_plain = not (rounded.views or kwargs) and known.issuperset(map(type, args))
+            if not (is_plain and self._masters.isdisjoint(map(id, args))):
                 answer, args, kwargs = self._on_resident_leaves(func, args, kwargs, rounded)
             if self._gathers and (name := name_of(func)) not in QUESTIONS | KEEP_PLACE:
                 args, kwargs = self._brought_together(name, args, kwargs, leaf=lambda x: x)
@@ -409,7 +417,9 @@ class UserCode(TorchFunctionMode):
             return func(*args, **kwargs), args, kwargs
         if self.cut is not None and name not in _WITHOUT_VALUES:
             args, kwargs = self._cut_off(self.cut, name, args, kwargs)
-        answer, args, kwargs = self._with_whole_values(func, args, kwargs, self._rounded)
+        answer: Any = NotImplemented
+        if self._rounded.masters:
+            answer, args, kwargs = self._with_whole_values(func, args, kwargs, self._rounded)
         if answer is not NotImplemented:
             return answer, args, kwargs
         if self._crosses and name not in KEEP_PLACE:

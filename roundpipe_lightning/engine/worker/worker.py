@@ -163,12 +163,10 @@ class Worker:
             )
             return
         microbatches, gradients = resident.take_gradients()
-        known = self.store.shared
-        shared = {p: g for p, g in gradients.items() if p in known or p in outside}
-        for parameter in shared:
-            del gradients[parameter]
+        elsewhere = {*self.store.shared, *outside}
+        shared = [p for p in gradients if p in elsewhere] if elsewhere else ()
         if shared:
-            reducer.add_shared(microbatch, shared)
+            reducer.add_shared(microbatch, {p: gradients.pop(p) for p in shared})
         reducer.add_stage(stage.index, microbatches, gradients)
 
     def end_stage_run(self) -> None:

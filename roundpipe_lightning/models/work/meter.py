@@ -86,7 +86,7 @@ class Meter(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and _is_question(args[0]):  # noqa: SLF001
             return True
         result = without_values(func, args, kwargs)
-        made, read = list(tensors_in(result)), list(tensors_in((args, kwargs)))
+        made, read = tensors_in(result), tensors_in((args, kwargs))
         for tensor in read:  # what was there before is not counted when a view of it is made
             self._known.setdefault(tensor.untyped_storage(), True)
         self._track(made)

@@ -255,7 +255,7 @@ def _run(batch: Any, num_rows: int, run: Callable[..., Any]) -> _Run:
         return torch.empty((num_rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
 
     given = map_tensors(sized, batch)
-    made = _Run(inputs=list(tensors_in(given)))
+    made = _Run(inputs=tensors_in(given))
     tracer = _Tracer(made, num_rows)
     with tracer, _Numbers(made.ops, tracer):
         loss, logged = run(given, tracer.around)

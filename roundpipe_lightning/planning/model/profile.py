@@ -225,7 +225,7 @@ class MeasuredProfile:
         self, seconds: float, terms: Sequence[int], current: Sequence[float], share: float
     ) -> None:
         """Move the terms of a stage towards what was measured of their sum."""
-        total = sum(current[term] for term in terms)
+        total = sum([current[term] for term in terms])
         for term in terms:
             part = current[term] / total if total > 0 else 1.0 / len(terms)
             before = self._seconds[term]
@@ -234,6 +234,9 @@ class MeasuredProfile:
 
     def _current(self) -> list[float]:
         """All terms: measured ones as they are, others scaled to those of their kind, or to all."""
+        measured = [seconds for seconds in self._seconds if seconds is not None]
+        if len(measured) == len(self._terms):
+            return measured
         num_blocks = self._estimate.num_blocks
         whole = self._ratio(range(len(self._terms)), otherwise=1.0)
         forward = self._ratio(range(num_blocks), otherwise=whole)

@@ -128,7 +128,7 @@ class ShapedBlocks:
         """Return what runs a block, or gives what it would give."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            first = next(tensors_in((args, kwargs)), torch.empty(0))
+            first = next(iter(tensors_in((args, kwargs))), torch.empty(0))
             known = self._results.get(block)
             if self.are_known and known is not None:
                 return map_tensors(lambda _: torch.empty_like(first), known)
@@ -163,7 +163,7 @@ def prove(
 
     def run(given: Any, around: Callable[..., Any]) -> tuple[Tensor | None, list[Any]]:
         logged: list[Any] = []
-        num_rows = len(next(tensors_in(given)))
+        num_rows = len(tensors_in(given)[0])
 
         def log(name: Any, value: Any = None, *_: Any, **how: Any) -> None:
             if how.get("reduce_fx", "mean") not in ("mean", torch.mean):
@@ -190,7 +190,7 @@ def prove(
             replaced = list(_replaced(module, proves=True))
             made = MetaCopy(module, settings=_settings(module, proves=True), replaced=replaced)
             forwards += [made.module_copy(block).forward for block in blocks]
-            num_rows = len(next(tensors_in(batch), ()))
+            num_rows = len(next(iter(tensors_in(batch)), ()))
             sizes = {
                 num_rows,
                 max(1, num_rows // num_microbatches),
