@@ -3,7 +3,7 @@
 A step on the whole batch logs as on one device, but with values on the host. Those of a device
 come with what the step returns, beside its backward pass, and are logged then (`log_noted`), or
 when the step itself asks what was logged. Where a step runs once per microbatch, at the same time,
-each notes its calls (`log_into`). When all are done, `log_means` makes the calls that one device
+each notes its calls. When all are done, `log_means` makes the calls that one device
 would have made: with means, weighted by `batch_size=` where the user gave one, else by the shares
 of the loss. What *is* the loss is weighted as the loss.
 
@@ -75,9 +75,13 @@ def logged_from(
 
 
 def host_log(
-    module: LightningModule, *, into: list[LogCall] | None = None, syncs: bool = False
+    module: LightningModule,
+    *,
+    into: list[LogCall] | None = None,
+    syncs: bool = False,
+    is_part: bool = False,
 ) -> Callable[..., None]:
-    """Return what stands in for `self.log` in a step on the whole batch.
+    """Return what stands in for `self.log` in a step, on the whole batch or `is_part` of it.
 
     Args:
         into: Gets the calls, in place of Lightning; on several hosts those of means, which
@@ -92,6 +96,10 @@ def host_log(
             arguments.update(zip(_POSITIONAL, args, strict=False))
             args = ()
         is_mean = arguments.get("reduce_fx", "mean") in _MEANS
+        if is_part and isinstance(value, Metric):
+            _refuse(name)
+        if is_part and not is_mean:
+            raise StepModeError(f"{name!r} is logged with reduce_fx={arguments['reduce_fx']!r}")
         if into is not None and (not syncs or (is_reduced and is_mean)):
             into.append((name, _noted(value), arguments))
             return
@@ -128,20 +136,6 @@ def log_noted(log: Callable[..., None], calls: list[LogCall]) -> None:
         else:
             log(name, value, **arguments)
     calls.clear()
-
-
-def log_into(calls: list[LogCall]) -> Callable[..., None]:
-    """Return what stands in for `self.log` in one of several microbatches: it notes the calls."""
-
-    def log(name: str, value: Any, *args: Any, **arguments: Any) -> None:
-        if isinstance(value, Tensor):
-            value = value.detach().clone()
-        arguments.update(zip(_POSITIONAL, args, strict=False))
-        if arguments.get("reduce_fx", "mean") not in _MEANS:
-            raise StepModeError(f"{name!r} is logged with reduce_fx={arguments['reduce_fx']!r}")
-        calls.append((name, value, arguments))
-
-    return log
 
 
 def log_means(

@@ -21,10 +21,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -41,7 +39,7 @@ from roundpipe_lightning.models.batches import batch_size_of, split_batch, targe
 from roundpipe_lightning.models.work.meta_copy import objects_of_code, variables_of_code
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
 from roundpipe_lightning.strategy.options import Options
-from roundpipe_lightning.strategy.planning.dry_run import ShapedBlocks, prove
+from roundpipe_lightning.strategy.planning.dry_run import prove
 
 _LOSSES = (functional.cross_entropy, functional.nll_loss)
 _CONTAINERS = (list, tuple, dict, set, deque)
@@ -50,6 +48,9 @@ _CODE = type | ModuleType | FunctionType | BuiltinFunctionType | MethodType
 _BASES = frozenset(LightningModule.__mro__)
 _DEPTH, _MANY = 6, 1000
 _TOLERANCE = 1e-9
+
+_Look: TypeAlias = tuple[str, Callable[[], Any], Any]
+"""Something that a step reads: its name, how it is read, and what was found of it."""
 
 BatchForm: TypeAlias = tuple[Any, ...]  # structure, dtypes and numbers of dimensions of a batch
 
@@ -99,7 +100,7 @@ class ModeChoice:
         # by the text of a batch's form; and what a proven step reads
         self._chosen: dict[str, tuple[str, Sequence[_Look] | None]] = {}
         self._sizes: set[tuple[torch.Size, ...]] = set()  # for which it is proven
-        self._shaped = ShapedBlocks()
+        self._known: dict[nn.Module, Any] = {}  # of blocks, since earlier proofs
 
     def begin(
         self,
@@ -156,39 +157,35 @@ class ModeChoice:
         is_new = looks is None or tuple(t.shape for t in tensors_in(batch)) not in self._sizes
         if is_new and chosen not in (None, "blocks") and count > 1:
             try:  # of a checkpoint: the code may be another one now
-                kind, looks = self._proven(batch, arguments, count)
+                kind, looks = self._prove(batch, arguments, count)
                 if kind != chosen:
                     raise Unproven("the loss is another mean for other sizes")
                 self._chosen[form] = kind, looks
             except Unproven as error:
                 return self._go_back(batch, str(error))
-        for look in looks or ():
-            if _content(look.get(), is_for_step=True) != look.found:
-                return self._go_back(batch, f"the step reads {look.name}, which has changed")
+        for name, get, found in looks or ():
+            if _content(get(), is_for_step=True) != found:
+                return self._go_back(batch, f"the step reads {name}, which has changed")
         return chosen
 
-    def _proven(
+    def _prove(
         self,
         batch: Any,
         arguments: Sequence[Any],
         count: int,
         divided: Set[int] | None = None,
     ) -> tuple[str, Sequence[_Look]]:
-        kind, paths = prove(
+        kind, read = prove(
             self._module,
             self._stacks,
             batch=batch,
             arguments=arguments,
             num_microbatches=count,
-            shaped=self._shaped,
+            known=self._known,
             divided=divided,
         )
         self._sizes.add(tuple(tensor.shape for tensor in tensors_in(batch)))
-        read = [(path, partial(_read, self._module, path)) for path in paths]
-        read += [(name, partial(t.get, name)) for t, name in variables_of_code(self._module)]
-        return kind.value, [
-            _Look(name, get, _content(get(), is_for_step=True)) for name, get in read
-        ]
+        return kind.value, [(name, get, _content(get(), is_for_step=True)) for name, get in read]
 
     def _go_back(self, batch: Any, reason: str) -> str:
         self._chosen[str(form_of(batch))] = "blocks", ()
@@ -221,7 +218,7 @@ class ModeChoice:
         """Say once, where `step` was asked for, why it is not proven to be the same."""
         self._tells = False
         try:
-            self._proven(batch, arguments, count)
+            self._prove(batch, arguments, count)
         except Unproven as error:
             rank_zero_info(
                 "roundpipe: microbatching='step' is not proven to give what training_step on the "
@@ -256,14 +253,15 @@ class ModeChoice:
             divided: Dimensions along which blocks were divided.
             reason: What speaks against it already; empty: nothing.
         """
+        form = str(form_of(batch))
         try:
             if reason:
                 raise Unproven(reason)
             if contents_of(self._module) != before:
                 raise Unproven("it writes into a list, a dict, an object or a counter")
-            proven = self._proven(batch, arguments, num_microbatches, divided)
+            self._chosen[form] = self._prove(batch, arguments, num_microbatches, divided)
         except Unproven as error:
-            self._chosen[str(form_of(batch))] = "blocks", ()
+            self._chosen[form] = "blocks", ()
             rank_zero_info(
                 "roundpipe: microbatching='blocks', because training_step on microbatches is not "
                 f"proven to be the same: {error}. The head and the loss are computed on one worker "
@@ -271,7 +269,6 @@ class ModeChoice:
                 "microbatching='step' is faster. Naming either settles it."
             )
             return
-        self._chosen[str(form_of(batch))] = proven
         rank_zero_info(
             "roundpipe: microbatching='step' from the next batch on: the loss is proven to be a "
             "weighted mean over microbatches, which costs nothing but rounding; "
@@ -284,21 +281,6 @@ class ModeChoice:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._mode == "auto":
             self._chosen.update((form, (chosen, None)) for form, chosen in state.items())
-
-
-class _Look(NamedTuple):
-    """Something that a step reads."""
-
-    name: str
-    get: Callable[[], Any]
-    found: Any  # when it was proven, of what decides what the step computes
-
-
-def _read(module: LightningModule, path: str) -> Any:
-    try:
-        return attrgetter(path)(module)
-    except AttributeError:  # it was deleted
-        return ()
 
 
 def contents_of(module: LightningModule) -> list[Any]:
@@ -328,10 +310,12 @@ def _content(
         if is_for_step:
             return value.dtype, value.shape
         return id(value), version_of(value)
-    if isinstance(value, nn.Module) and is_for_step:
-        return type(value)
     is_large = hasattr(type(value), "nbytes") and value.nbytes > _MANY**2
-    if is_large or isinstance(value, Trainer | _CODE):
+    if (
+        is_large
+        or isinstance(value, Trainer | _CODE)
+        or (is_for_step and isinstance(value, nn.Module))
+    ):
         return id(value)
     if id(value) in seen or depth > _DEPTH:
         return None

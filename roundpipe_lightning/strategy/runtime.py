@@ -39,7 +39,6 @@ from roundpipe_lightning.strategy.logging import (
     LentMetrics,
     LogCall,
     host_log,
-    log_into,
     log_means,
     log_noted,
     logged_from,
@@ -419,7 +418,7 @@ class PipelineRuntime:
                 returned |= {"output": output, "metrics": self._metrics.states()}
             return returned
 
-        logs = list(map(log_into, calls))
+        logs = [host_log(self._module, into=each, is_part=True) for each in calls]
         if is_one:
             into = None if self._on_host and hosts is None else calls[0]
             logs = [host_log(self._module, into=into, syncs=hosts is not None)]

@@ -96,7 +96,7 @@ def add(module: Counts) -> None:
         (lambda module: note(), "blocks"),
         (lambda module: GENERATOR.random(), "blocks"),
         (lambda module: module.current_epoch > 5, "blocks"),
-        (lambda module: module.trainer.global_step / 2, "step"),
+        (lambda module: module.trainer.global_step / 2, "blocks"),
         (lambda module: setattr(module.head.bias, "data", module.head.bias.data / 2), "blocks"),
     ],
     ids=[
@@ -439,7 +439,7 @@ class Alternating(Regressor):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = self(batch[0])
-        self.log("batch", (batch_idx + 1) / 2)
+        self.log("batch", batch_idx)
         return (_of_pairs if self.asks(self, batch_idx) else functional.mse_loss)(outputs, batch[1])
 
 
@@ -596,24 +596,6 @@ def test_what_a_step_keeps_past_attributes(tmp_path: Path) -> None:
     assert (module.steps, module.scale, module.drawn) == (3, one.scale, one.drawn)
     assert module.last == 4
     assert not hasattr(module, "before")
-
-
-class Reciprocal(Regressor):
-    """Its batches weigh the reciprocal of a mean."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return (batch_idx + 1) / functional.mse_loss(self(batch[0]), batch[1])
-
-
-def test_a_number_of_the_batch_over_a_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
-    strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
-    (one, _), (module, _) = train_with(
-        tmp_path, strategies, Reciprocal, regression_data(), max_epochs=1
-    )
-    assert parameter_error(module, one) < 1e-5
-    assert [text for text in said if "reciprocal" in text]
 
 
 def test_pinned_steps_say_what_they_write(tmp_path: Path) -> None:

@@ -172,11 +172,11 @@ def tried(b: Batch) -> Tensor:
         (lambda b: (b.r * b.r[torch.arange(len(b) - 1, -1, -1, device="meta")]).mean(), "number"),
         (lambda b: (b.r * b.x.flatten()[torch.arange(len(b), device="meta")]).mean(), "index"),
         # What is written into shows in what shares its memory.
-        (lambda b: written(b, lambda b: b.x[0], rows=1), "copy_"),
-        (lambda b: written(b, lambda b: b.x[:-1], rows=slice(1, None)), "copy_"),
+        (lambda b: written(b, lambda b: b.x[0], rows=1), "select"),
+        (lambda b: written(b, lambda b: b.x[:-1], rows=slice(1, None)), "left out"),
         (lambda b: written(b, lambda b: b.x.mean(0)), "expand"),
-        (written_constant, "add_"),
-        (written_number, "fill_"),
+        (written_constant, "sums"),
+        (written_number, "number of rows"),
         (written_list, "_foreach_add_"),
         (average, "parameter or a buffer"),
         (lambda b: b.x.mul_(2).mean(), "into the batch"),
@@ -229,6 +229,15 @@ def test_what_blocks_leave_and_what_they_count_is_not_known(leave: Any, reason: 
         return around(block)(given["x"], total).mean() + left[-1] + total, []
 
     with pytest.raises(Unproven, match=reason):
+        prove_step(batch={"x": torch.zeros(6, 8)}, run=run)
+
+
+def test_a_block_that_is_given_the_number_of_rows_ends_a_proof() -> None:
+    def run(given: dict[str, Tensor], around: Callable[..., Any]) -> Any:
+        x = given["x"]
+        return around(lambda x, num_rows: x * num_rows)(x, len(x)).mean(), []
+
+    with pytest.raises(Unproven, match="number of rows"):
         prove_step(batch={"x": torch.zeros(6, 8)}, run=run)
 
 

@@ -385,11 +385,9 @@ def variables_of_code(module: nn.Module) -> list[tuple[Mapping[str, Any], str]]:
     """
     found: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
     for child, function in _user_code_of(module):
-        own, modules = vars(child), child._modules  # noqa: SLF001
-        tables = [modules, *(vars(base) for base in type(child).__mro__ if base is not object)]
-        names = function.__code__.co_names
-        pairs = [(table, name) for table in tables for name in names if name in table]
-        pairs += [(own, name) for name in names if name not in own]
+        own, names = vars(child), function.__code__.co_names
+        tables = [own, child._modules, *map(vars, type(child).__mro__[:-1])]  # noqa: SLF001
+        pairs = [(t, name) for t in tables for name in names if name in t or t is own]
         found.update(((id(t), name), (t, name)) for t, name in (*pairs, *_tables_of(function)))
     return list(found.values())
 

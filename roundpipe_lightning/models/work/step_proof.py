@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import Enum
-from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -53,60 +52,34 @@ class Unproven(BaseException):
     """Why a step may not run once per microbatch."""
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A tensor with rows, `num_each` entries of a dimension for each."""
+class _Rows(NamedTuple):
+    """Where a tensor has the rows: `num_each` entries of a dimension for each."""
 
     dim: int
     num_each: int
-    are_numbers: bool = False  # whether it holds the numbers of the rows
 
 
 @dataclass(frozen=True)
-class _Reduced:
-    """A tensor without rows that a mean over them has given, or what is linear in it."""
+class _Mean:
+    """What a mean over rows has given, or what is linear in it."""
 
     kind: LossKind
     targets: tuple[int, ...] = ()  # what says which targets a mean counts
 
 
-@dataclass(frozen=True)
-class _Mixed:
-    """A tensor that depends on rows in another way."""
-
-    reason: str
+#: What of the rows goes into a tensor; None: nothing. A text says why it is not known.
+_State: TypeAlias = _Rows | _Mean | str | None
+_Taken: TypeAlias = Sequence[tuple[Tensor, _Rows]]  # what has rows of what an operation takes
 
 
-_State: TypeAlias = _Rows | _Reduced | _Mixed | None  # None: no row goes into it
-
-
-@dataclass(kw_only=True)
-class _Op:
-    """One operation; `name` is that of a block's call where it has no function."""
+class _Op(NamedTuple):
+    """One operation, with its arguments by name; a block's call counts as one."""
 
     name: str
-    tags: Sequence[Any] = ()
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    taken: Sequence[Tensor] = ()
+    given: Mapping[str, Any]
     made: Sequence[Tensor]
+    tags: Sequence[Any] = ()
     written: Sequence[Tensor] = ()
-
-
-@dataclass(kw_only=True)
-class _Run:
-    """What a step did on so many rows.
-
-    Attributes:
-        ops: What it computed outside the blocks, and the calls of these.
-        logged: What it logged.
-    """
-
-    inputs: list[Tensor]
-    ops: list[_Op] = field(default_factory=list)
-    loss: Tensor | None = None
-    logged: list[Any] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
 
 
 _SETTERS: Any = (Tensor.data.__set__, Tensor.grad.__set__)  # type: ignore[attr-defined, union-attr]
@@ -115,31 +88,48 @@ _SETTERS: Any = (Tensor.data.__set__, Tensor.grad.__set__)  # type: ignore[attr-
 class _Numbers(TorchFunctionMode):
     """Notes the numbers that tensors without values are made of, and refuses hooks and setters."""
 
-    def __init__(self, ops: list[_Op], tracer: _Tracer) -> None:
+    def __init__(self, run: _Run) -> None:
         super().__init__()
-        self._ops = ops
-        self._tracer = tracer
+        self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.register_hook:
-            whose = _IN_BLOCK if self._tracer.is_paused else ""
+            whose = _IN_BLOCK if self._run.in_block else ""
             raise Unproven(f"a hook sees the gradient of a tensor{whose}")
-        if func in _SETTERS and not self._tracer.is_paused:
+        if func in _SETTERS and not self._run.in_block:
             raise Unproven("it sets `data` or `grad` of a tensor")
         result = func(*args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor):
             data = args[func is Tensor.new_tensor :] or tuple((kwargs or {}).values())
             if not isinstance(data[0], Tensor):
-                self._ops.append(_Op(name="tensor", args=data[:1], made=[result]))
+                self._run.ops.append(_Op("tensor", {"data": data[0]}, [result]))
         return result
 
 
-class _Tracer(TorchDispatchMode):
-    def __init__(self, run: _Run, num_rows: int) -> None:
+class _Run(TorchDispatchMode):
+    """What a step does on so many rows.
+
+    Args:
+        known: What blocks give that give tensors like the first that they take: they do not run.
+        alike: Gets what is found of this; None for others.
+
+    Attributes:
+        ops: What it computes outside the blocks, and the calls of these.
+        hidden: What is made in blocks.
+        in_block: Whether a block runs.
+    """
+
+    def __init__(
+        self, num_rows: int, known: Mapping[object, Any], alike: dict[object, Any]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ops, self._hidden = run.ops, run.hidden
+        self._known, self._alike = known, alike
+        self.ops: list[_Op] = []
+        self.hidden: list[Tensor] = []
+        self.in_block = False
+        self.loss: Any = None
+        self.logged: Sequence[Any] = ()
         self._num_rows = num_rows
-        self.is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -150,63 +140,62 @@ class _Tracer(TorchDispatchMode):
         result = without_values(func, args, kwargs)
         if has_foreign_saved_tensor_hooks():
             raise Unproven("hooks see the tensors that are saved for gradients")
-        if self.is_paused:
-            self._hidden += _tensors(result)
+        if self.in_block:
+            self.hidden += tensors_in(result)
             # Experts with a capacity count who comes first. Small numbers are other sizes, too.
             is_count = func.overloadpacket is torch.ops.aten.cumsum and self._num_rows in _NUM_ROWS
             if is_count and args[0].dim() and args[0].shape[args[1]] % self._num_rows == 0:
                 raise Unproven("a block counts along the rows (cumsum)")
-        else:
-            declared = func._schema.arguments  # noqa: SLF001
-            written = [
-                kwargs.get(argument.name, value)
-                for argument, value in zip_longest(declared, args)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ]
-            self._ops.append(
-                _Op(
-                    name=func._schema.name.removeprefix("aten::"),  # noqa: SLF001
-                    tags=func.tags,
-                    args=args,
-                    kwargs=kwargs,
-                    taken=_tensors((args, kwargs)),
-                    made=_tensors(result),
-                    written=_tensors(written),
-                )
-            )
+            return result
+        schema = func._schema  # noqa: SLF001
+        names = [argument.name for argument in schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        written = [
+            given.get(argument.name)
+            for argument in schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        name, made = schema.name.removeprefix("aten::"), tensors_in(result)
+        self.ops.append(_Op(name, given, made, func.tags, tensors_in(written)))
         return result
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a block's `forward` that counts as one operation."""
+    def around(self, forward: Callable[..., Any], block: object = None) -> Callable[..., Any]:
+        """Return a block's `forward` that counts as one operation, or gives what is known of it."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            taken = _tensors((args, kwargs))
-            versions = [tensor._version for tensor in taken]
-            before, self.is_paused = self.is_paused, True
+            if self.in_block:
+                return forward(*args, **kwargs)
+            leaves = tree_leaves((args, kwargs))  # now: a cache is filled later
+            given = {"all": [leaf for leaf in leaves if isinstance(leaf, (Tensor, *_PLAIN))]}
+            taken = [(tensor, tensor._version) for tensor in tensors_in(given)]
+            first = next(iter(tensors_in(given)), torch.empty(0))
+            known = self._known.get(block)
+            self.in_block = True
             try:
-                result = forward(*args, **kwargs)
+                if known is None:
+                    result = forward(*args, **kwargs)
+                else:
+                    result = map_tensors(lambda _: torch.empty_like(first), known)
             finally:
-                self.is_paused = before
-            if not before:
-                _check_gradients(_tensors(result), beyond=taken, whose=_IN_BLOCK)
-                written = [t for t, v in zip(taken, versions, strict=True) if t._version != v]
-                self._ops.append(
-                    _Op(name="block", taken=taken, made=_tensors(result), written=written)
-                )
+                self.in_block = False
+            made = tensors_in(result)
+            is_like = all(t.shape == first.shape and t.dtype == first.dtype for t in made)
+            stays = is_like and self._alike.get(block, result) is not None
+            self._alike[block] = map_tensors(Tensor.detach, result) if stays else None
+            _check_gradients(made, beyond=[tensor for tensor, _ in taken], whose=_IN_BLOCK)
+            written = [tensor for tensor, version in taken if tensor._version != version]
+            self.ops.append(_Op("block", given, made, written=written))
             return result
 
         return call
 
 
-def _tensors(node: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(node) if isinstance(leaf, Tensor)]
-
-
 def prove_step(
     *,
     batch: Any,
-    run: Callable[[Any, Callable[[Callable[..., Any]], Callable[..., Any]]], tuple[Any, list[Any]]],
+    run: Callable[[Any, Callable[..., Callable[..., Any]]], tuple[Any, list[Any]]],
     sizes: Sequence[int] = (),
+    known: dict[Any, Any] | None = None,
     divided: Set[int] | None = None,
 ) -> LossKind:
     """Return what the loss of a batch is of the losses of its microbatches.
@@ -216,237 +205,245 @@ def prove_step(
         run: Runs the step on a copy of the batch without values. It wraps the blocks' `forward`
             with what it is given, and returns the loss, and what was logged.
         sizes: Numbers of rows with which it has to compute the same, too.
+        known: What is known of blocks since earlier proofs.
         divided: Dimensions along which blocks were seen to treat entries independently; None:
             where the rows are.
 
     Raises:
         Unproven: With the reason, if no proof is found.
     """
-    num_rows: set[int | None] = set()
-
-    def look(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            raise Unproven("the batch has more than tensors")
-        num_rows.add(leaf.shape[0] if leaf.dim() else None)
-        return leaf
-
-    map_leaves(look, batch)
-    if len(num_rows) != 1 or None in num_rows:
+    leaves: list[Any] = []
+    map_leaves(leaves.append, batch)
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        raise Unproven("the batch has more than tensors")
+    if len({leaf.shape[:1] for leaf in leaves}) != 1 or not leaves[0].dim():
         raise Unproven("the batch's tensors have not all the same first dimension")
-    runs = [_run(batch, number, run) for number in _NUM_ROWS]
-    for number in sizes:
-        if _computed(_run(batch, number, run)) != _computed(runs[0]):
-            raise Unproven("it computes something else for another number of rows")
+
+    def made(num_rows: int) -> _Run:
+        def sized(tensor: Tensor) -> Tensor:
+            return torch.empty((num_rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+        one = _Run(num_rows, known or {}, alike)
+        given = map_tensors(sized, batch)
+        with one, _Numbers(one):
+            one.loss, one.logged = run(given, one.around)
+        return one
+
+    alike: dict[object, Any] = {}
+    runs = [made(number) for number in _NUM_ROWS]
+    if any(_computed(made(number)) != _computed(runs[0]) for number in sizes):
+        raise Unproven(_OTHER)
     proof = _Proof(*runs)
     kind = proof.kind()
     if divided is not None and proof.block_dims != divided:
         raise Unproven("blocks were not seen to keep the batch's rows apart")
+    if known is not None:
+        known.update(alike)
     return kind
 
 
 def _computed(run: _Run) -> list[str]:
     """Return what a run computes, but for what depends on how tensors lie in memory."""
-    moved = _VIEWS | _MOVES | _SAME | _CONSTANT | {"slice"}
+    moved = _MOVED | _CONSTANT | {"slice"}
     return [op.name for op in run.ops if op.name not in moved]
 
 
-def _run(batch: Any, num_rows: int, run: Callable[..., Any]) -> _Run:
-    def sized(tensor: Tensor) -> Tensor:
-        return torch.empty((num_rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-
-    given = map_tensors(sized, batch)
-    made = _Run(inputs=tensors_in(given))
-    tracer = _Tracer(made, num_rows)
-    with tracer, _Numbers(made.ops, tracer):
-        loss, logged = run(given, tracer.around)
-    made.loss, made.logged = loss, logged
-    return made
-
-
 class _Proof:
-    """Follows the rows through two runs of a step."""
+    """Follows the rows through two runs of a step.
+
+    What is not noted of a tensor shows in its shape: its rows follow from the same rows,
+    or it has none and no row goes into it.
+    """
 
     def __init__(self, one: _Run, other: _Run) -> None:
-        names = [op.name for op in one.ops], [op.name for op in other.ops]
-        if names[0] != names[1] or len(one.logged) != len(other.logged):
-            raise Unproven("it computes something else for another number of rows")
         self._runs = one, other
-        self._states: dict[int, _State] = {}
-        self._sharing: dict[int, list[Tensor]] = {}  # tensors that the step made, by their memory
-        self._given: set[int] = set()  # memory that it did not make
+        self._own: set[int] = set()  # memory that the step made
+        self._noted: dict[int, _Mean | str] = {}  # by tensor, and by memory if that was written
+        self._numbers: set[int] = set()  # memory that holds the numbers of the rows
+        self._hidden = {*map(id, one.hidden)}
         self.block_dims: set[int] = set()  # where the rows are in what blocks take
 
     def kind(self) -> LossKind:
         one, other = self._runs
-        for a, b in zip(one.inputs, other.inputs, strict=True):
-            self._states[id(a)] = self._rows_of(a, b)
-            self._given.add(_memory(a))
-        for hidden in one.hidden:
-            self._states[id(hidden)] = _Mixed("a block leaves it beside its output")
-        for mine, theirs in zip(one.ops, other.ops, strict=True):
-            self._follow(mine, theirs)
+        same = [op.name for op in one.ops] == [op.name for op in other.ops]
+        if not same or len(one.logged) != len(other.logged):
+            raise Unproven(_OTHER)
+        for op, again in zip(one.ops, other.ops, strict=True):
+            self._follow(op, again)
         if not isinstance(one.loss, Tensor):
             raise Unproven("it returns no loss")
         _check_gradients([one.loss])
-        state = self._states.get(id(one.loss))
-        if not isinstance(state, _Reduced):
+        state = self._state(one.loss, other.loss)
+        if not isinstance(state, _Mean):
             raise Unproven(_reason(state))
-        for value, again in zip(one.logged, other.logged, strict=True):
-            logged = self._states.get(id(value))
-            if logged is not None and logged != state:
+        for a, b in zip(one.logged, other.logged, strict=True):
+            if not isinstance(a, Tensor):
+                if a != b:
+                    raise Unproven("it logs a number that depends on the rows")
+            elif (logged := self._state(a, b)) not in (None, state):
                 raise Unproven(f"it logs what is no such mean: {_reason(logged)}")
-            if not isinstance(value, Tensor) and value != again:
-                raise Unproven("it logs a number that depends on the rows")
         return state.kind
 
-    def _rows_of(self, a: Tensor, b: Tensor) -> _State:
-        """Return the rows of a tensor: where its sizes differ; None if they do not."""
-        if a.dim() != b.dim():
-            return _Mixed("a tensor has more dimensions for more rows")
-        dims = [d for d, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
-        if not dims:
-            return None
-        each = [a.shape[dims[0]] / _NUM_ROWS[0], b.shape[dims[0]] / _NUM_ROWS[1]]
-        if len(dims) > 1 or each[0] != each[1] or each[0] != int(each[0]):
-            return _Mixed("rows are compared with each other, or left out")
-        return _Rows(dims[0], int(each[0]))
-
     def _follow(self, op: _Op, other: _Op) -> None:
-        for a, b in zip(op.taken, other.taken, strict=True):
-            if id(a) not in self._states:
-                if _memory(a) not in self._sharing:
-                    self._given.add(_memory(a))
-                if not (a.is_meta or b.is_meta) and not (a is b or torch.equal(a, b)):
-                    self._states[id(a)] = _Mixed("it computes with the number of rows")
-        taken = [self._states.get(id(tensor)) for tensor in op.taken]
-        number = _Mixed("it computes with the number of rows")
+        pairs = zip(tensors_in(op.given), tensors_in(other.given), strict=True)
+        taken = [(a, self._state(a, b)) for a, b in pairs]
+        made, others = {*map(id, op.made)}, {_memory(a) for a, _ in taken} - self._own
+        self._own |= {*map(_memory, op.made)} - others
+        self._hidden -= made
         differs = _settings(op) != _settings(other)
         for a, b in zip(op.made, other.made, strict=True):
-            rows = self._rows_of(a, b)
-            state = number if differs else self._state_of(op, taken, a, rows)
-            self._states[id(a)] = state
-            if _memory(a) not in self._given:
-                self._sharing.setdefault(_memory(a), []).append(a)
-        made = set(map(id, op.made))
-        for tensor in op.written:
-            if _memory(tensor) in self._given:
+            state = _NUMBER if differs else self._state_of(op, taken, a, _rows_of(a, b))
+            if isinstance(state, _Mean | str):
+                self._noted[id(a)] = state
+        mixes = differs or any(state for _, state in taken)
+        for a, b in zip(op.written, other.written, strict=True):
+            if _memory(a) not in self._own:
                 raise Unproven("it writes into the batch, a parameter or a buffer")
-            state = self._states.get(id(tensor))
-            by_rows = isinstance(state, _Rows)
-            is_known = id(tensor) in made or (op.name == "block" and by_rows)
-            if not (any(taken) or differs or state):
-                continue  # a constant into a constant
-            for one in self._sharing.get(_memory(tensor), ()):
-                stays = is_known and by_rows and isinstance(self._states[id(one)], _Rows)
-                if not (stays or (one is tensor and is_known)):
-                    self._states[id(one)] = _mixing(op)
+            by_rows = op.name == "block" and isinstance(_rows_of(a, b), _Rows)
+            if mixes and id(a) not in made and not by_rows:
+                self._noted[id(a)] = _mixing(op)
+            if id(a) in self._noted:  # what shares its memory has it, too
+                self._noted[_memory(a)] = self._noted[id(a)]
 
-    def _state_of(self, op: _Op, taken: Sequence[_State], made: Tensor, rows: _State) -> _State:
-        mixed = next((s for s in (*taken, rows) if isinstance(s, _Mixed)), None)
-        if mixed is not None:
-            return mixed
+    def _state(self, a: Tensor, b: Tensor) -> _State:
+        if id(a) in self._hidden:
+            return "a block leaves it beside its output"
+        noted = [self._noted[key] for key in (_memory(a), id(a)) if key in self._noted]
+        if noted:
+            return next((note for note in noted if isinstance(note, str)), noted[0])
+        is_same = _memory(a) in self._own or a.is_meta or b.is_meta or torch.equal(a, b)
+        return _rows_of(a, b) if is_same else _NUMBER
+
+    def _state_of(
+        self, op: _Op, taken: Sequence[tuple[Tensor, _State]], made: Tensor, rows: _State
+    ) -> _State:
+        states = [state for _, state in taken]
+        reasons = [state for state in (*states, rows) if isinstance(state, str)]
+        if reasons:
+            return reasons[0]
         if torch.Tag.nondeterministic_seeded in op.tags and op.name not in _DROPOUTS:
-            return _Mixed(f"it draws random numbers ({op.name})")
-        if any(isinstance(state, _Reduced) for state in taken):
-            return _linear(op, taken, rows)
-        if not any(isinstance(state, _Rows) for state in taken):
-            if rows is None or op.name in _CONSTANT:
-                return rows
+            return f"it draws random numbers ({op.name})"
+        if any(isinstance(state, _Mean) for state in states):
+            return _linear(op, states, rows)
+        with_rows = [(tensor, state) for tensor, state in taken if isinstance(state, _Rows)]
+        if not with_rows:
             if op.name == "arange" and not made.is_floating_point() and rows == _Rows(0, 1):
-                return _Rows(0, 1, are_numbers=True)
-            return _Mixed(f"it numbers the rows, or the like ({op.name})")
-        if rows is None:
-            return self._reduction(op, taken)
-        assert isinstance(rows, _Rows)
-        if op.name == "index":
-            return rows if self._looks_up_rows(op, made, rows) else _mixing(op)
-        if any(isinstance(state, _Rows) and state.are_numbers for state in taken):
-            moved = op.name in _VIEWS or op.name in _MOVES or op.name in _SAME
-            if not (moved and self._keeps_rows(op, taken, made, rows)):
-                return _mixing(op)
-            return replace(rows, are_numbers=True)
-        return rows if self._keeps_rows(op, taken, made, rows) else _mixing(op)
-
-    def _keeps_rows(self, op: _Op, taken: Sequence[_State], made: Tensor, rows: _Rows) -> bool:
-        """Return whether every row of what was made follows from the same row of what was taken."""
-        with_rows = [
-            (tensor, state)
-            for tensor, state in zip(op.taken, taken, strict=True)
-            if isinstance(state, _Rows)
-        ]
-        (tensor, state), *others = with_rows
-        if op.name in _VIEWS:
-            lead = math.prod(tensor.shape[: state.dim]) == math.prod(made.shape[: rows.dim])
-            return lead and not others
-        if any(one.num_each != rows.num_each for _, one in with_rows):
-            return False
-        if torch.Tag.pointwise in op.tags or op.name in _POINTWISE:
-            return all(x.dim() - one.dim == made.dim() - rows.dim for x, one in with_rows)
-        if op.name in _JOINS:
-            dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
-            return bool(dim % made.dim() != rows.dim)
-        if op.name == "gather":
-            return taken == [rows, rows] and op.args[1] % made.dim() != rows.dim
-        if op.name in ("nll_loss_forward", "nll_loss2d_forward"):
-            return all(one.dim == rows.dim == 0 for _, one in with_rows)
+                self._numbers.add(_memory(made))
+            elif rows is not None and op.name not in _CONSTANT:
+                return f"it numbers the rows, or the like ({op.name})"
+            return rows
+        if not isinstance(rows, _Rows):
+            return _reduction(op, states, with_rows)
         if op.name == "block":
-            self.block_dims.add(state.dim)
-            return True
-        if others:
-            return False
-        if op.name in ("mm", "addmm"):
-            return taken[-2] == state == rows and rows.dim == 0
-        if op.name == "embedding":
-            return taken[0] is None
-        if op.name in _LEADING:
-            is_padded = op.name == "constant_pad_nd" and len(op.args[1]) == 2 * made.dim()
-            return taken[0] == state == rows and rows.dim == 0 and not is_padded
-        return op.name in _MOVES or (op.name in _ALONG and state.dim not in _dims(op, tensor))
+            self.block_dims.add(with_rows[0][1].dim)
+        if op.name == "index":
+            keeps = self._looks_up_rows(op, with_rows, made, rows)
+        else:
+            keeps = _keeps_rows(op, with_rows, made, rows)
+            if any(_memory(tensor) in self._numbers for tensor, _ in with_rows):
+                keeps &= op.name in _MOVED
+                self._numbers.add(_memory(made))
+        return rows if keeps else _mixing(op)
 
-    def _looks_up_rows(self, op: _Op, made: Tensor, rows: _Rows) -> bool:
+    def _looks_up_rows(self, op: _Op, with_rows: _Taken, made: Tensor, rows: _Rows) -> bool:
         """Return whether every row of `x[i, j]` follows from the same row of `x`, `i` and `j`."""
-        source, indices = op.args[0], op.args[1]
-        state = self._states.get(id(source))
-        for dim, index in enumerate(indices):
-            of_index = None if index is None else self._states.get(id(index))
-            if not isinstance(of_index, _Rows):
-                if isinstance(state, _Rows) and dim == state.dim and index is not None:
+        places = {id(tensor): place for tensor, place in with_rows}
+        source = places.get(id(op.given["self"]))
+        for dim, index in enumerate(op.given["indices"]):
+            is_of_rows = source is not None and source.dim == dim
+            if id(index) not in places:
+                if is_of_rows and index is not None:
                     return False
                 continue
-            num_each = state.num_each if isinstance(state, _Rows) and dim == state.dim else 0
-            if num_each > 1:  # not its rows are numbered
+            place, are_numbers = places[id(index)], _memory(index) in self._numbers
+            alike = place.num_each == rows.num_each and are_numbers is is_of_rows
+            if is_of_rows and source != _Rows(dim, 1):  # not its rows are numbered
                 return False
-            if of_index.are_numbers is not bool(num_each) or of_index.num_each != rows.num_each:
-                return False
-            if index.dim() - of_index.dim != made.dim() - rows.dim:
+            if not alike or index.dim() - place.dim != made.dim() - rows.dim:
                 return False
         return True
 
-    def _reduction(self, op: _Op, taken: Sequence[_State]) -> _State:
-        if op.name in ("nll_loss_forward", "nll_loss2d_forward"):
-            lead = all(isinstance(state, _Rows) and state.dim == 0 for state in taken[:2])
-            if not lead or taken[0] != taken[1] or any(taken[2:]):
-                return _mixing(op)
-            if int(op.args[3]) == 1:
-                counted = (id(op.args[1]), id(op.args[2]), int(op.args[4]))
-                return _Reduced(LossKind.TARGETS, counted)
-            return _SUM
-        if op.name in _LOSSES:
-            places = {
-                (tensor.dim() - state.dim, state.num_each)
-                for tensor, state in zip(op.taken, taken, strict=True)
-                if isinstance(state, _Rows)
-            }
-            if len(places) > 1:
-                return _Mixed("rows are compared with each other, or left out")
-            reduction = [arg for arg in op.args[2:] if isinstance(arg, int)] or [1]
-            return _SUM if reduction[0] == 2 else _Reduced(LossKind.ROWS)
-        if op.name == "mean":
-            return _Reduced(LossKind.ROWS)
-        return _SUM if op.name == "sum" else _mixing(op)
+
+def _keeps_rows(op: _Op, with_rows: _Taken, made: Tensor, rows: _Rows) -> bool:
+    """Return whether every row of what was made follows from the same row of what was taken."""
+    (tensor, place), *others = with_rows
+    name, given = op.name, op.given
+    if name in _VIEWS:
+        lead = math.prod(tensor.shape[: place.dim]) == math.prod(made.shape[: rows.dim])
+        return lead and not others
+    if any(one.num_each != rows.num_each for _, one in with_rows):
+        return False
+    if torch.Tag.pointwise in op.tags or name in _POINTWISE:
+        return all(x.dim() - one.dim == made.dim() - rows.dim for x, one in with_rows)
+    if name in _JOINS:
+        return bool(given.get("dim", 0) % made.dim() != rows.dim)
+    if name == "gather":
+        both = [one for _, one in with_rows] == [rows, rows]
+        return both and given["dim"] % made.dim() != rows.dim
+    if name in _NLL:
+        return all(one.dim == rows.dim == 0 for _, one in with_rows)
+    if name in _OF_ONE and not others:
+        # Padded along the rows with (1, -1), a tensor has as many.
+        pads_others = len(given.get("pad", ())) // 2 < made.dim() - rows.dim
+        return given[_OF_ONE[name]] is tensor and place == rows and pads_others
+    along = name in _MOVES or (name in _ALONG and place.dim not in _dims(op, tensor))
+    return name == "block" or (along and not others)
 
 
-_SUM = _Mixed("it sums over rows")
+def _dims(op: _Op, tensor: Tensor) -> set[int]:
+    """Return the dimensions along which an operation looks."""
+    given, dims = op.given, op.given.get("dim", 0)
+    if "normalized_shape" in given:
+        dims = range(-len(given["normalized_shape"]), 0)
+    elif op.name == "slice":
+        all_of_it = None, tensor.shape[dims], torch.iinfo(torch.int64).max
+        dims = None if not given.get("start") and given.get("end") in all_of_it else dims
+    return {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims or ())}
+
+
+def _reduction(op: _Op, states: Sequence[_State], with_rows: _Taken) -> _State:
+    given, mean = op.given, _Mean(LossKind.ROWS)
+    if op.name in _NLL:
+        lead = isinstance(states[0], _Rows) and states[0].dim == 0
+        if not lead or states[0] != states[1] or any(states[2:]):
+            return _mixing(op)
+        counted = id(given["target"]), id(given["weight"]), int(given["ignore_index"])
+        mean = _Mean(LossKind.TARGETS, counted)
+    elif op.name in _LOSSES:
+        if len({(tensor.dim() - place.dim, place.num_each) for tensor, place in with_rows}) > 1:
+            return _COMPARED
+    elif op.name not in ("mean", "sum"):
+        return _mixing(op)
+    sums = op.name == "sum" or given.get("reduction", 1) == 2
+    return "it sums over rows" if sums else mean
+
+
+def _linear(op: _Op, states: Sequence[_State], rows: _State) -> _State:
+    """Return the state of what is made of a mean over rows."""
+    mean, *others = (state for state in states if isinstance(state, _Mean))
+    name = op.name.removesuffix("_")
+    is_linear = (
+        name in ("add", "sub", "neg")
+        or op.name in _MOVED
+        or (name == "mul" and not others)
+        or (name == "div" and states[1:] in ([], [None]) and not op.given.get("rounding_mode"))
+    )
+    if is_linear and rows is None and {*states} <= {mean, None}:
+        return mean
+    return f"it computes with a mean over rows ({op.name})"
+
+
+def _rows_of(a: Tensor, b: Tensor) -> _Rows | str | None:
+    """Return the rows of a tensor: where its sizes differ; None if they do not."""
+    if a.dim() != b.dim():
+        return "a tensor has more dimensions for more rows"
+    dims = [d for d, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
+    if not dims:
+        return None
+    each = [a.shape[dims[0]] / _NUM_ROWS[0], b.shape[dims[0]] / _NUM_ROWS[1]]
+    if len(dims) > 1 or each[0] != each[1] or each[0] != int(each[0]):
+        return _COMPARED
+    return _Rows(dims[0], int(each[0]))
 
 
 def _check_gradients(
@@ -466,56 +463,26 @@ def _memory(tensor: Tensor) -> int:
 
 def _settings(op: _Op) -> list[Any]:
     """Return an operation's numbers, but for those that only say how many rows there are."""
-    if op.name in ("full", "new_full"):
-        return [op.args[-1]]
-    if op.name == "arange":
-        return [*op.args[:-1][:1], *op.args[2:]]  # where it begins, and its step
-    if op.name in _SIZED:
-        return []
-    leaves = tree_leaves((op.args, dict(op.kwargs)))
-    return [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    settings = [value for name, value in op.given.items() if name not in _SIZES]
+    return [leaf for leaf in tree_leaves(settings) if isinstance(leaf, _PLAIN)]
 
 
-def _mixing(op: _Op) -> _Mixed:
-    return _Mixed(f"its rows are not known to stay apart ({op.name})")
+def _mixing(op: _Op) -> str:
+    return f"its rows are not known to stay apart ({op.name})"
 
 
 def _reason(state: _State) -> str:
-    if isinstance(state, _Mixed):
-        return state.reason
+    if isinstance(state, str):
+        return state
     return "it depends on no row" if state is None else "its rows are not reduced alike"
 
 
-def _linear(op: _Op, taken: Sequence[_State], rows: _State) -> _State:
-    """Return the state of what is made of a mean over rows."""
-    reduced = [state for state in taken if isinstance(state, _Reduced)]
-    name = op.name.removesuffix("_")
-    is_linear = (
-        name in ("add", "sub", "neg")
-        or op.name in _VIEWS | _MOVES | _SAME
-        or (name == "mul" and len(reduced) == 1)
-        or (name == "div" and taken[1:] in ([], [None]) and not op.kwargs.get("rounding_mode"))
-    )
-    if is_linear and rows is None and set(taken) <= {reduced[0], None}:
-        return reduced[0]
-    return _Mixed(f"it computes with a mean over rows ({op.name})")
+_NUMBER = "it computes with the number of rows"
+_OTHER = "it computes something else for another number of rows"
+_COMPARED = "rows are compared with each other, or left out"
 
-
-def _dims(op: _Op, tensor: Tensor) -> set[int]:
-    """Return the dimensions along which an operation looks, of those that it leaves as long."""
-    if op.name in _NORMS:
-        return set(range(tensor.dim() - len(op.args[1]), tensor.dim()))
-    place = {"split": 2, "split_with_sizes": 2, "slice": 1, "cumsum": 1}.get(
-        op.name, 1 if "softmax" in op.name else None
-    )
-    if place is None:
-        return set()  # what it looked along is gone
-    dim = op.args[place] if len(op.args) > place else op.kwargs.get("dim", 0)
-    start, end = (*op.args[2:4], None, None)[:2]
-    is_all = not start and end in (None, tensor.shape[dim], torch.iinfo(torch.int64).max)
-    return set() if op.name == "slice" and is_all else {dim % tensor.dim()}
-
-
+_PLAIN = (bool, int, float, complex, str, torch.dtype)
+_SIZES = frozenset("size end repeats".split())
 _DROPOUTS = frozenset({"native_dropout"})
 _CONSTANT = frozenset(
     """
@@ -529,29 +496,27 @@ _POINTWISE = frozenset(
     empty_like masked_fill masked_fill_ where native_dropout contiguous floor_divide
     """.split()
 )
-_SIZED = (_CONSTANT - {"ones_like", "zeros_like", "full_like", "scalar_tensor"}) | {
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "_reshape_alias",
-    "slice",
-}
 _SAME = frozenset("_to_copy clone detach alias lift_fresh".split())
 _VIEWS = frozenset(
     "view _unsafe_view reshape _reshape_alias unsqueeze squeeze expand flatten".split()
 )
 _MOVES = frozenset("permute transpose t".split())
-_NORMS = frozenset("native_layer_norm _fused_rms_norm rms_norm".split())
-_ALONG = _NORMS | frozenset(
+_MOVED = _VIEWS | _MOVES | _SAME
+_JOINS = frozenset("cat stack".split())
+_ALONG = frozenset(
     """
-    slice select split split_with_sizes unbind _softmax _log_softmax cumsum sum mean amax amin max
-    min argmax argmin any all logsumexp linalg_vector_norm
+    native_layer_norm _fused_rms_norm rms_norm slice select split split_with_sizes unbind _softmax
+    _log_softmax cumsum sum mean amax amin max min argmax argmin any all logsumexp
+    linalg_vector_norm
     """.split()
 )
-_JOINS = frozenset("cat stack".split())
-_LEADING = frozenset(
-    "convolution constant_pad_nd max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d".split()
+#: Operations that keep the rows of one argument apart, by its name, if no other one has rows.
+_OF_ONE = {"mm": "self", "addmm": "mat1", "embedding": "indices", "convolution": "input"} | (
+    dict.fromkeys(
+        ("constant_pad_nd", "max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"), "self"
+    )
 )
+_NLL = frozenset("nll_loss_forward nll_loss2d_forward".split())
 _LOSSES = frozenset(
     """
     mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits

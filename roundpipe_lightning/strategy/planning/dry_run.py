@@ -13,6 +13,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from copy import copy
+from functools import partial
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -21,12 +23,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
-from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
+from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion, LossMode
-from roundpipe_lightning.models.work.meta_copy import MetaCopy, objects_of_code
+from roundpipe_lightning.models.work.meta_copy import MetaCopy, objects_of_code, variables_of_code
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven, prove_step
 from roundpipe_lightning.models.work.work_profile import alone, step_profile
 from roundpipe_lightning.planning.model.work import WorkProfile
@@ -117,32 +119,6 @@ def _reason(error: Exception) -> str:
     return text if isinstance(source, RoundPipeError) else f"{type(source).__name__}: {text}"
 
 
-class ShapedBlocks:
-    """Blocks that give tensors like the first that they take: a second proof need not run them."""
-
-    def __init__(self) -> None:
-        self.are_known = False
-        self._results: dict[nn.Module, Any] = {}  # None: another block
-
-    def around(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs a block, or gives what it would give."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            first = next(iter(tensors_in((args, kwargs))), torch.empty(0))
-            known = self._results.get(block)
-            if self.are_known and known is not None:
-                return map_tensors(lambda _: torch.empty_like(first), known)
-            result = forward(*args, **kwargs)
-            is_like = all(
-                t.shape == first.shape and t.dtype == first.dtype for t in tensors_in(result)
-            )
-            same = is_like and (known is not None or block not in self._results)
-            self._results[block] = map_tensors(Tensor.detach, result) if same else None
-            return result
-
-        return call
-
-
 def prove(
     module: LightningModule,
     stacks: Sequence[BlockStack],
@@ -150,12 +126,12 @@ def prove(
     batch: Any,
     arguments: Sequence[Any],
     num_microbatches: int,
-    shaped: ShapedBlocks,
+    known: dict[nn.Module, Any],
     divided: Set[int] | None,
-) -> tuple[LossKind, list[str]]:
+) -> tuple[LossKind, list[tuple[str, Callable[[], Any]]]]:
     """Return what a batch's loss is of those of its microbatches; see `prove_step`, which raises.
 
-    Also the paths of attributes that the step reads off modules outside the blocks.
+    Also what the step reads outside the blocks, each with its name.
     """
     blocks = [block for stack in stacks for block in stack.blocks]
     made: Any = None
@@ -174,7 +150,7 @@ def prove(
             logged.extend(0 if isinstance(value, _Later) else value for value in values)
 
         for block, forward in zip(blocks, forwards, strict=True):
-            made.module_copy(block).__dict__["forward"] = around(shaped.around(block, forward))
+            made.module_copy(block).__dict__["forward"] = around(forward, block)
         made.module.__dict__.update(log=log, log_dict=log)
         later = [_Later() if type(argument) is int else argument for argument in arguments]
         output = made.module.training_step(given, *later)
@@ -196,7 +172,9 @@ def prove(
                 max(1, num_rows // num_microbatches),
                 -(-num_rows // num_microbatches),
             }
-            kind = prove_step(batch=batch, run=run, sizes=sorted(sizes), divided=divided)
+            kind = prove_step(
+                batch=batch, run=run, sizes=sorted(sizes), known=known, divided=divided
+            )
             states = [tree_leaves(state) for state in (before, random_state())]
         if any(not _same(a, b) for a, b in zip(*states, strict=True)):
             raise Unproven("it draws random numbers")
@@ -205,13 +183,14 @@ def prove(
         inside = {child for block in blocks for child in block.modules()}
         paths = {child: path + "." * bool(path) for path, child in module.named_modules()}
         own = vars(LightningModule()).keys() - {"training"}
-        read = [
-            paths[m] + name
+        of_modules = (
+            (paths[m] + name, partial(getattr, m, name, ()))
             for m, name in made.read
             if m in paths and m not in inside and name not in own
-        ]
-        shaped.are_known = True
-        return kind, sorted(read)
+        )
+        read: list[tuple[str, Callable[[], Any]]] = sorted(of_modules, key=itemgetter(0))
+        read += [(name, partial(table.get, name)) for table, name in variables_of_code(module)]
+        return kind, read
     except Unproven:
         raise
     except Exception as error:
@@ -241,27 +220,17 @@ def _replaced(module: LightningModule, *, proves: bool = False) -> Iterator[tupl
 
 
 class _Later:
-    """Stands for a number that changes while a training runs: to decide by it ends a proof."""
+    """Stands for a number that changes while a training runs: to use it ends a proof."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise Unproven(
-            "it decides by batch_idx or by the Trainer's epoch or step, and goes another way later "
-            "perhaps"
+            "it decides by batch_idx or by the Trainer's epoch or step, or computes with it, and "
+            "goes another way later perhaps"
         )
 
-    def _weigh(self, other: Any) -> Any:
-        return other.clone() if isinstance(other, Tensor) else self
-
-    def __truediv__(self, other: Any) -> Any:
-        return other.reciprocal() if isinstance(other, Tensor) else self
-
-    def __format__(self, _: str) -> str:
-        """Return a text that says nothing."""
-        return "0"
-
-    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = _weigh
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = _refuse
     __mod__ = __floordiv__ = __index__ = __int__ = __float__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
 
 
 class _ReadOnlyTrainer:
