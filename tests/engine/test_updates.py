@@ -181,14 +181,14 @@ def test_an_error_is_raised_once_and_lets_everybody_go(model: Model, store: Host
 
     with Updater(store, units_of(model, store), run_unit=fail) as updater:
         updater.submit(sgd_with_gradients(model))
-        thread, results = in_thread(lambda: store.await_updated(model.layers[1]))
+        thread, results = in_thread(lambda: store.await_updated(*model.layers[1].parameters()))
         thread.join(PATIENCE_SECONDS)
         assert isinstance(results[0], UpdateAborted)
         with pytest.raises(OSError, match="the disk is full") as caught:
             updater.join()
         assert vars(caught.value)["__notes__"] == ["This happened while SGD updated 'layers.1'."]
         updater.join()
-        store.await_updated(model.layers[2])
+        store.await_updated(*model.layers[2].parameters())
         shall_wait.append(False)
         updater.submit(sgd_with_gradients(model))
         with pytest.raises(OSError, match="the disk is full"):

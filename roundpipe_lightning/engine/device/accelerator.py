@@ -47,11 +47,7 @@ def _ability(attempt: Callable[[Any], None]) -> functools.cached_property[bool]:
 
 
 class Runtime:
-    """What an accelerator can do. It asks that device only: no other one gets a context.
-
-    Args:
-        device: For example `torch.device("xpu", 1)`.
-    """
+    """What an accelerator can do. It asks that device only: no other one gets a context."""
 
     new_stream: Callable[[torch.device], Any] = torch.Stream  # makes a stream of a device
     new_event: Callable[[torch.device], Any] = torch.Event  # makes an event of a device
@@ -191,7 +187,7 @@ class CompletionThread:
         self._thread.join(timeout_seconds)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StreamEvent(Event):
     """A moment on an accelerator's stream."""
 
@@ -217,11 +213,7 @@ class StreamEvent(Event):
 
 
 class AcceleratorDevice(Device):
-    """A worker on an accelerator.
-
-    Args:
-        device: For example `torch.device("cuda", 1)`; an index is required.
-    """
+    """A worker on an accelerator, for example `torch.device("cuda", 1)`; an index is required."""
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:
@@ -293,19 +285,17 @@ class AcceleratorDevice(Device):
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if not self.runtime.records_streams:
-            return self._empty_of_compute(shape, dtype)
+            # Compute launched so far may still use the memory: uploads wait for that.
+            with self.activate():
+                tensor = torch.empty(shape, dtype=dtype, device=self.torch_device)
+            if self.runtime.has_streams:
+                upload = self._stream(CopyQueue.UPLOAD)
+                self._let_wait(upload, self.mark_event("memory is free"))
+            return tensor
         compute = self._compute
         with _on(self._stream(CopyQueue.UPLOAD)):
             tensor = torch.empty(shape, dtype=dtype, device=self.torch_device)
         tensor.record_stream(compute)
-        return tensor
-
-    def _empty_of_compute(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return memory that compute launched so far may still use: uploads wait for that."""
-        with self.activate():
-            tensor = torch.empty(shape, dtype=dtype, device=self.torch_device)
-        if self.runtime.has_streams:
-            self._let_wait(self._stream(CopyQueue.UPLOAD), self.mark_event("memory is free"))
         return tensor
 
     def copy(
@@ -352,7 +342,6 @@ class AcceleratorDevice(Device):
         return _on(self._compute) if self.runtime.has_streams else self._current()
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
-        """Make this device the calling thread's current one in the body."""
         return torch.accelerator.device_index(self.torch_device.index)
 
     def expect_threads(self, num_threads: int) -> None:

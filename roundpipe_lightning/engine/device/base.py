@@ -251,11 +251,7 @@ def strides_of_copy(tensor: Tensor) -> tuple[int, ...]:
 
 
 class CpuDevice(Device):
-    """A worker on the processor: host memory is its memory.
-
-    Args:
-        index: Number among the CPU workers, for the name.
-    """
+    """A worker on the processor: host memory is its memory."""
 
     shares_host_memory = True
 

@@ -46,8 +46,7 @@ class Event(ABC):
     def wait(self) -> None:
         """Stop the calling thread until the event has happened.
 
-        Raises:
-            Exception: What made it fail; `StepAborted` if its step was given up.
+        Raises what made it fail; `StepAborted` if its step was given up.
         """
 
     @abstractmethod

@@ -57,9 +57,6 @@ def check_host_memory(num_bytes: float, *, what: str, way_out: str) -> None:
     Args:
         what: Of what, as the subject of a sentence.
         way_out: A sentence that says what to do.
-
-    Raises:
-        FitError: So much is not free.
     """
     free = free_host_bytes()
     if free is not None and num_bytes > free:
@@ -227,10 +224,8 @@ def return_freed_memory(*, least: int = 0) -> None:
     """Give what was freed back to the system: the C library keeps pieces below 32 MiB.
 
     Without it, opening a store may take the memory of the model twice, and steps on CPU workers
-    take half as much again as they use. Only glibc needs this.
-
-    Args:
-        least: Bytes; where less is free in the heap, it stays: taking it again costs time.
+    take half as much again as they use. Only glibc needs this. Where less than `least` bytes are
+    free in the heap, they stay: taking them again costs time.
     """
     trim, look = (getattr(_C, name, None) for name in ("malloc_trim", "mallinfo2"))
     if least and look is not None:
@@ -255,19 +250,14 @@ class _Block:
 class PinnedPool:
     """Page-locked memory for what travels, of all workers: boundaries, and gradients, which stay.
 
-    It is lent as long as a tensor in it lives. Whoever copies holds the tensors until the host
-    knows that the copy has ended, so what nobody holds nobody uses, and it is lent again:
+    It is lent as long as a tensor in it lives (docs/engine.md, one pool):
 
     ```
     boundary    take ── download ── upload ─┐ its last copy has ended
     gradient    take ── download ── sums ── .grad ── optimizer step ─┐ .grad is gone
     ```
 
-    Page-locking takes long: the first steps do most of it. Memory is taken, and given back, by any
-    thread.
-
-    Args:
-        device: Page-locks for all devices of its kind.
+    Memory is taken, and given back, by any thread. The device page-locks for all of its kind.
     """
 
     def __init__(self, device: Device) -> None:

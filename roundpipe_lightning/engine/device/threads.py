@@ -80,12 +80,7 @@ def _leave_child(error: BaseException) -> NoReturn:
 
 
 class ThreadTeam:
-    """Threads that wait for tasks, until `close` joins them.
-
-    Args:
-        name: Beginning of the threads' names.
-        prepare: Called once in every thread.
-    """
+    """Threads that wait for tasks, until `close` joins them; `prepare` is called once in each."""
 
     def __init__(self, num_threads: int, *, name: str, prepare: Callable[[], None]) -> None:
         self._prepare = prepare
@@ -145,9 +140,9 @@ class ThreadTeam:
 
 @contextmanager
 def divided_intra_op_threads(*, num_workers: int) -> Iterator[int]:
-    """Share the process's intra-op threads among CPU workers.
+    """Share the process's intra-op threads among CPU workers; yields the number per worker.
 
-    Yields the number per worker; a thread that computes for one sets it for itself.
+    A thread that computes for one sets it for itself.
     """
     total = torch.get_num_threads()
     try:

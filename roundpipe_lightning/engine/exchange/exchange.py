@@ -420,7 +420,12 @@ def _summed(found: Sequence[tuple[Sequence[Tensor], Sequence[Piece], Tensor]]) -
 
 
 def _add_into(sums: Tensor, taken: Sequence[Tensor]) -> None:
-    sums.copy_(_added(taken))
+    """Add up in the order of the hosts, in float32 at least."""
+    dtype = torch.promote_types(sums.dtype, torch.float32)
+    total = taken[0].to(dtype, copy=True)
+    for term in taken[1:]:
+        total += term
+    sums.copy_(total)
 
 
 def _write_all(
@@ -435,15 +440,6 @@ def _values_of(piece: Piece, gradient: Tensor | None, dtype: torch.dtype) -> Ten
     if gradient is None:
         return torch.zeros((), dtype=dtype).expand(piece.size)
     return gradient.detach().reshape(-1)[piece.start : piece.stop]
-
-
-def _added(terms: Sequence[Tensor]) -> Tensor:
-    """Add up in the order of the hosts, in float32 at least."""
-    first = terms[0]
-    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
-    for term in terms[1:]:
-        total += term
-    return total.to(first.dtype)
 
 
 def _length(elements: slice) -> int:

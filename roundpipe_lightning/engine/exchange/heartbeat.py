@@ -189,7 +189,6 @@ def connect(address: tuple[str, int], seconds: float) -> socket.socket:
 
 
 def tell(message: Any) -> None:
-    """Tell the parent."""
     with suppress(BrokenPipeError):
         os.write(1, json.dumps(message).encode() + b"\n")
 

@@ -52,29 +52,18 @@ class Place:
         return replace(self, offset=self.offset + offset)
 
     def within(self, region: Tensor, *, offset: int) -> Tensor:
-        """Return the part of a flat buffer of bytes that is the parameter's.
-
-        The block's region begins at the offset.
-        """
+        """Return the parameter's part of a flat buffer of bytes; its block begins at `offset`."""
         start = offset + self.offset
         flat = region[start : start + self.num_bytes].view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Form:
-    """The places of a block's parameters, in the order of the block."""
+    """The places of a block's parameters, in the order of the block. Equal ones are one object."""
 
     places: tuple[Place, ...]  # one per parameter
     num_bytes: int
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Hash of all places, computed once: a form's leaves are looked up in every run."""
-        return hash((self.places, self.num_bytes))
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
@@ -155,7 +144,7 @@ class Layouts:
     def __init__(self, store: HostStore) -> None:
         self._store = store
         self._known: dict[nn.Module, tuple[object, BlockLayout]] = {}
-        self._forms: dict[Form, Form] = {}
+        self._forms: dict[tuple[tuple[Place, ...], int], Form] = {}  # by what they are made of
         self._of_gradients: dict[tuple[BlockLayout, ...], FlatLayout] = {}
         self._lock = threading.Lock()
         #: Grows when a layout is another than before.
@@ -184,11 +173,7 @@ class Layouts:
         return self.renewed(block) if known is None else known[1]
 
     def renewed(self, block: nn.Module) -> BlockLayout:
-        """Return a block's layout; a new one if a parameter's memory, or what is trained, is new.
-
-        Raises:
-            ConfigurationError: If a parameter that is mapped from a file was written to.
-        """
+        """Return a block's layout; a new one if a parameter's memory or what is trained is new."""
         self._store.check_unwritten(block)
         if not self.is_renewed(block):
             made = self._made(block, self._store.parameters_of(block))
@@ -246,10 +231,10 @@ class Layouts:
             )
             places[parameter] = _place(parameter, end, stride=values.stride())
             end += _aligned(values.nbytes)
-        form = Form(tuple(places[p] for p in parameters), end)
+        form = (tuple(places[p] for p in parameters), end)
         return BlockLayout(
             parameters=parameters,
-            form=self._forms.setdefault(form, form),
+            form=self._forms.setdefault(form, Form(*form)),
             pieces=tuple(pieces),
             has_copies=has_copies,
         )
@@ -326,10 +311,9 @@ class _Leaves:
 
 @dataclass(eq=False)
 class Memory:
-    """A flat buffer on a device, for the regions of blocks.
+    """A flat buffer on a device, for regions of blocks.
 
-    Attributes:
-        used_by: What is to end before something else is written into it.
+    What `used_by` has is to end before something else is written into it.
     """
 
     device: Device
@@ -411,9 +395,8 @@ class Region:
     def pieces(self, *, trained_only: bool, previous: bool) -> Sequence[tuple[Tensor, Tensor]]:
         """Return what is copied into it, put together once for all stage runs.
 
-        Args:
-            trained_only: Leave out what is there already and does not change.
-            previous: Whether from what is kept beside the parameters, where something is.
+        What is there already and does not change is left out, if it is `trained_only`; what is kept
+        beside the parameters goes in their place, if that is `previous`.
         """
         pieces = self._pieces.get((trained_only, previous))
         if pieces is None:

@@ -131,9 +131,8 @@ class ParameterGroup:
     def keep(self, changing: Collection[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Make room beside the buffers that hold one of `changing`, in the dtype of the upload.
 
-        Returns:
-            A place, with the present values, for every parameter of these buffers, and for those of
-            `changing` that are in no buffer.
+        Returns a place, with the present values, for every parameter of these buffers, and for
+        those of `changing` that are in no buffer.
         """
         places: dict[nn.Parameter, Tensor] = {}
         changing = set(changing)
@@ -192,11 +191,7 @@ class MappedParameter(nn.Parameter):
     _written: int
 
     def __new__(cls, data: Tensor, *, file: Path) -> MappedParameter:
-        """Make a parameter that does not require a gradient.
-
-        Args:
-            data: The view; a plain host tensor.
-        """
+        """Make a parameter that needs no gradient, of a plain host tensor that is the view."""
         parameter = super().__new__(cls, data, requires_grad=False)
         parameter.file = file
         parameter._address = data.data_ptr()
@@ -324,16 +319,21 @@ class NarrowCopies:
 
 def narrow_parameters(module: nn.Module, blocks: Collection[nn.Module]) -> set[nn.Parameter]:
     """Return the parameters of a module that are uploaded from copies."""
-    uses = Counter(parameter for block in blocks for parameter in block.parameters())
-    outside = list(modules_outside(module, set(blocks)))
-    uses.update(parameter for one in outside for parameter in one.parameters(recurse=False))
+    uses, outside = num_uses(module, blocks), modules_outside(module, blocks)
     heads: list[Any] = [one.weight for one in outside if type(one).forward is nn.Linear.forward]
-    inside = [parameter for block in blocks for parameter in block.parameters()]
     return {
         p
-        for p in (*heads, *inside)
+        for p in (*heads, *(p for block in blocks for p in block.parameters()))
         if uses[p] == 1 and p.requires_grad and p.dtype is torch.float32 and _is_matrix(p)
     }
+
+
+def num_uses(module: nn.Module, blocks: Collection[nn.Module]) -> Counter[nn.Parameter]:
+    """Count the blocks, and modules outside of them, that have a parameter."""
+    uses = Counter(parameter for block in blocks for parameter in block.parameters())
+    for one in modules_outside(module, blocks):
+        uses.update(one.parameters(recurse=False))
+    return uses
 
 
 def _is_matrix(parameter: Tensor) -> bool:

@@ -31,8 +31,8 @@ from roundpipe_lightning.engine.store.flat_buffers import (
     NarrowCopies,
     ParameterGroup,
     is_mapped,
-    modules_outside,
     narrow_parameters,
+    num_uses,
     overlapping,
     view_like,
 )
@@ -78,17 +78,9 @@ class HostStore:
                 parameter.check_unconverted(name)
                 parameter.check_unwritten(name)
         self._mapped = {p: name for name, p in module.named_parameters() if is_mapped(p)}
-        owners: dict[nn.Parameter, int] = {}
-        for block in blocks:
-            for parameter in block.parameters():
-                owners[parameter] = owners.get(parameter, 0) + 1
-        outside = {
-            parameter
-            for one in modules_outside(module, blocks)
-            for parameter in one.parameters(recurse=False)
-        }
+        uses = num_uses(module, blocks)
         #: Parameters used in more than one place: their gradients have several sources.
-        self.shared = {p for p, count in owners.items() if count > 1 or p in outside}
+        self.shared = {p for block in blocks for p in block.parameters() if uses[p] > 1}
         aliased = overlapping(module.parameters())
         taken: set[nn.Parameter] = set()
         #: What is uploaded in place of some parameters.
@@ -155,11 +147,7 @@ class HostStore:
                 device.unpin(buffer)
 
     def check_blocks(self) -> None:
-        """Raise if a block has parameters that it had not when the store was made.
-
-        Raises:
-            ConfigurationError: Naming them.
-        """
+        """Raise if a block has parameters that it had not when the store was made."""
         for block, known in self._ids_of_block.items():
             if not known.issuperset(map(id, parameters_in(block))):
                 names = [name for name, p in block.named_parameters() if id(p) not in known]
@@ -196,11 +184,7 @@ class HostStore:
         return (values if is_present else parameter).detach()
 
     def check_whole(self, parameter: nn.Parameter) -> None:
-        """Note that a step reads a parameter's own values, where it has a copy.
-
-        Raises:
-            ConfigurationError: They are here in part.
-        """
+        """Note that a step reads a parameter's own values; refuse it where they are not whole."""
         if self.copies is None or parameter not in self.copies:
             return
         if parameter in self.in_part:
@@ -258,10 +242,8 @@ class HostStore:
     ) -> None:
         """Take note of values that came from other hosts. Called before anybody may read them.
 
-        Args:
-            parameters: Whose.
-            copies: Those of which copies came, and no values, with the elements that are this
-                host's: memory of the others is given back.
+        Of some parameters copies came, and no values, but for the elements that are this host's:
+        memory of the others is given back.
         """
         if self.copies is not None:
             came = {p: copies[p] for p in parameters if p in copies}
@@ -280,10 +262,8 @@ class HostStore:
     def rewrite(self, parameter: nn.Parameter, values: Tensor) -> bool:
         """Write values into a parameter while a step runs, for all that is uploaded from now on.
 
-        The step has read the parameter, so its update has ended.
-
-        Returns:
-            Whether that was done; not where the step computes with other values than it has.
+        The step has read the parameter, so its update has ended. Returns whether that was done; not
+        where the step computes with other values than it has.
         """
         served = self._served.get(parameter)
         if served is not None and parameter.requires_grad:
@@ -309,15 +289,12 @@ class HostStore:
         found = map(self.updates.get, parameters) if self.updates else ()
         return list(dict.fromkeys(event for event in found if event is not None))
 
-    def _await_updates(self, parameters: Iterable[nn.Parameter]) -> None:
+    def await_updated(self, *parameters: nn.Parameter) -> None:
         for event in self.updates_of(parameters):
             event.wait()
 
-    def await_updated(self, block: nn.Module) -> None:
-        self._await_updates(self._of_block[block])
-
     def value(self, parameter: nn.Parameter) -> Tensor:
-        self._await_updates([parameter])
+        self.await_updated(parameter)
         return self.current_values(parameter)
 
     def whole_values(self, parameter: nn.Parameter, rounded: Tensor, *, device: Device) -> Tensor:
@@ -350,12 +327,9 @@ class HostStore:
 
         It waits for the optimizer first. A device may make the copies later: until then the values
         count as read.
-
-        Raises:
-            ConfigurationError: If one that is mapped from a file was written to.
         """
         self.check_unwritten(block)
-        self.await_updated(block)
+        self.await_updated(*self._of_block[block])
         if device.shares_host_memory:
             served = self._served
             return {p: served.get(p, p).detach().to(p.dtype) for p in self._of_block[block]}

@@ -8,11 +8,8 @@ weights' thread                        [gather b2]      [others][b0][b1]
 next forward pass                                          [others][b0][b1][b2]
 ```
 
-Gradients of a block leave as soon as the host has all of them; blocks go in one order on all hosts,
-the last one first. New values come back in the order in which the next forward pass needs them,
-but for the last half of the blocks: theirs travel during the backward pass, when the network has
-time. The optimizer's state of a parameter is that of the piece that this host owns,
-one-dimensional.
+What happens when: docs/nodes.md. Blocks go in one order on all hosts, the last one first. The
+optimizer's state of a parameter is that of the piece that this host owns, one-dimensional.
 """
 
 from __future__ import annotations
@@ -101,7 +98,6 @@ class JointStep:
     def give(
         self, number: int, gradients: Mapping[Tensor, Tensor], *, is_weighed: bool = True
     ) -> None:
-        """Let all gradients leave that this host has of a unit."""
         with self._changed:
             self._num_waiting += 1
         _settle(self._given[number], (gradients, is_weighed))
@@ -255,7 +251,6 @@ class HostsUpdate:
         return needed
 
     def _owned(self, parameter: Tensor) -> Piece | None:
-        """Return what this host owns of a parameter, if anything."""
         pieces = self._ownership.pieces(parameter)
         return pieces[self._exchange.hosts.rank] if pieces else None
 
@@ -291,7 +286,9 @@ class HostsUpdate:
 
     def _agree(self, joint: JointStep) -> bool:
         """Compare what hosts are about to do; return whether gradients come early on all."""
-        mine = _digest(joint.step)
+        groups = joint.step.options
+        options = [sorted((key, repr(value)) for key, value in group.items()) for group in groups]
+        mine = hashlib.sha256(repr(options).encode()).hexdigest()
         sizes = [[p.numel() for p in some] for some in joint.members]
         said = self._exchange.agree((self._num_steps, mine, sizes, joint.begins_early))
         for host, (number, theirs, of_units, _) in enumerate(said):
@@ -490,7 +487,6 @@ def _tensors(state: Mapping[str, Any]) -> list[Tensor]:
 
 
 def grads_of(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """Take parameters' `.grad`."""
     found = {p: p.grad for p in parameters if p.grad is not None}
     for parameter in found:
         parameter.grad = None
@@ -509,9 +505,3 @@ def _values_of(pieces: Mapping[Tensor, Piece], parameter: Tensor) -> Tensor:
 
 def _shaped(values: Tensor, piece: Piece) -> Tensor:
     return values.view(piece.tensor.shape) if piece.is_whole else values
-
-
-def _digest(step: CapturedStep) -> str:
-    """Return what shows whether the captured options are the same elsewhere."""
-    options = [sorted((key, repr(value)) for key, value in some.items()) for some in step.options]
-    return hashlib.sha256(repr(options).encode()).hexdigest()

@@ -12,12 +12,10 @@ optimizer whose groups have the aliases of some parameters, and it runs the clas
 it does to a parameter is, to the bit, what the whole step does, for every optimizer that treats
 each parameter by itself.
 
-Most do: their update of a parameter follows from its values, its gradient, its state and its
-group's options. Some do not: they estimate one number from all parameters, or draw random numbers
-in the order of the parameters. The code does not show which is which. So both ways are tried. A
-small copy of the optimizer steps a few small parameters together; another copy steps them apart, in
-another order. The results must be the same to the bit, and nothing but the parameters, their state
-and options that every step changes in the same way (a group's count of steps) may have changed.
+Not all do, and the code does not show which. So both ways are tried. A small copy of the optimizer
+steps a few small parameters together; another copy steps them apart, in another order. The results
+must be the same to the bit, and nothing but the parameters, their state and options that every step
+changes in the same way (a group's count of steps) may have changed.
 """
 
 from __future__ import annotations
@@ -74,15 +72,13 @@ class CapturedStep:
         self._no_state = copy.copy(self.optimizer.state)
         self._no_state.clear()
         self._step = plain_step(type(self.optimizer))
-        self._left = self._options_left() if is_foreign(self._step) else []
+        self._left: list[dict[str, Any]] = []  # the options that the step leaves
+        if is_foreign(self._step):
+            groups = [{**_chosen(some, []), "params": []} for some in copy.deepcopy(self.options)]
+            if self.optimizer in _COUNTING:  # a step of no parameters leaves the same
+                self._step(self._part(groups))
+            self._left = list(map(_shared_options, groups))
         self._is_counted = False
-
-    def _options_left(self) -> list[dict[str, Any]]:
-        """Return the options that the step leaves; a step of no parameters leaves the same."""
-        groups = [{**_chosen(some, []), "params": []} for some in copy.deepcopy(self.options)]
-        if self.optimizer in _COUNTING:
-            self._step(self._part(groups))
-        return list(map(_shared_options, groups))
 
     def count(self) -> None:
         """Give the optimizer, once, the options that the step leaves: the next one begins there.
@@ -115,7 +111,6 @@ class CapturedStep:
         self._gradients.update(gradients)
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        """Return a gradient and let it go."""
         return self._gradients.pop(parameter, None)
 
     def run(self, parameters: Iterable[Tensor]) -> None:
@@ -367,7 +362,7 @@ def _small_copy(optimizer: Optimizer) -> Optimizer:
     twin.state.clear()
     twin.param_groups = []
     for group in optimizer.param_groups:
-        options = copy.deepcopy(_without_parameters(group))
+        options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
         members = _some_of_each_kind(group["params"])
         small = [nn.Parameter(_corner(parameter)) for parameter in members]
         for parameter, stand_in in zip(members, small, strict=True):
@@ -399,7 +394,6 @@ def _some_of_each_kind(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _corner(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor's first few values along every dimension."""
     return tensor.detach()[(slice(_LONGEST),) * tensor.dim()].clone()
 
 
@@ -412,10 +406,6 @@ def _draw_gradients(optimizer: Optimizer, *, seed: int) -> None:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -440,7 +430,10 @@ def _class_attributes(optimizer: Optimizer) -> dict[tuple[type, str], Any]:
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and _same_bits(one, other)
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        same = (one == other) | (one.isnan() & other.isnan())  # what is not a number equals itself
+        return torch.equal(one, other) or bool(same.all())
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
@@ -452,8 +445,3 @@ def _close(one: Tensor, other: Tensor) -> bool:
     """Compare up to some steps' rounding in the tensors' own dtype."""
     tolerance = 2 * _NUM_STEPS * torch.finfo(one.dtype).eps
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal; what is not a number equals itself."""
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -1,26 +1,13 @@
 """Updates: the optimizer's step, block by block, in a thread beside everything else.
 
-Steps W8 and W9 of docs/design.md.
-
-```
-Trainer's thread  ... backward ─ submit ─ callbacks ─ next batch ─ [ forward: b0    b1    b2 ... ]
-                                    │                               waits ▲     ▲     ▲
-updater's thread                    └▶ [update b0][update b1][update b2] ─┴─────┴─────┘
-```
+Steps W8 and W9 of docs/design.md; docs/updates.md draws what overlaps.
 
 A step that was begun before its gradients were there (`begin`) makes the update of a block as soon
-as the block's gradients are, while others are still computed; the rest when it is submitted:
-
-```
-Trainer's thread  begin ─ forward and backward ........................ submit ─ callbacks ─
-updater's thread                       [update b2]   [update b1]   [update b0][others]
-                                       └ b2's gradients have come
-```
-
-Nobody reads a parameter before its update has ended. Every unit of parameters has one event
-(`HostStore.updates`), and whoever uploads a block, or computes with it in place, waits for those of
-the parameters it reads. So the results are those of an optimizer that is stepped before anything
-else goes on. Parameters are updated in the module's order.
+as the block's gradients are; the rest when it is submitted. Nobody reads a parameter before its
+update has ended. Every unit of parameters has one event (`HostStore.updates`), and whoever uploads
+a block, or computes with it in place, waits for those of the parameters it reads. So the results
+are those of an optimizer that is stepped before anything else goes on. Parameters are updated in
+the module's order.
 
 With `stale=True` a step computes with the values from before the update that runs meanwhile. They
 are copied beside the parameters first (`keep`), and the events come when they are there:
@@ -31,8 +18,7 @@ update k, meanwhile        W(k) ──▶ W(k+1)
 ```
 
 If step k+1 begins before the gradients of step k are there (`defer`), it is given the parameters
-themselves, which are W(k) until then, and the copies when update k begins
-(`WeightVersions`).
+themselves, which are W(k) until then, and the copies when update k begins (`WeightVersions`).
 """
 
 from __future__ import annotations
@@ -86,10 +72,6 @@ class BegunStep:
     num_before: int
     joint: JointStep | None = None  # it, where other hosts make it, too
     taken: set[Tensor] = field(default_factory=set)  # updated before it is submitted
-
-    def rest_of(self, unit: UpdateUnit) -> UpdateUnit:
-        left = tuple(p for p in unit.parameters if p not in self.taken)
-        return UpdateUnit(name=unit.name, parameters=left)
 
 
 class _AddedBatch:
@@ -350,7 +332,6 @@ class Updater:
         begun: BegunStep | None,
         clip: Callable[[Tensor], Any] | None,
     ) -> Collection[Tensor]:
-        """Let all gradients leave that have not."""
         joint = None if begun is None else begun.joint
         if joint is None:
             step = CapturedStep(optimizer, gradients={})
@@ -374,7 +355,6 @@ class Updater:
             self.hosts.make_whole({unit.name: unit.parameters for unit in self.units})
 
     def late_values(self) -> list[LatePart]:
-        """Return the parameters that are here in part; joined before."""
         return self.hosts.late_values([u.parameters for u in self.units]) if self.hosts else []
 
     def stepped_whole(self) -> None:
@@ -591,8 +571,10 @@ class Updater:
             # Nobody waits for a unit, and the step may count its calls where no trial can see it.
             every = tuple(p for unit in units for p in unit.parameters)
             units = [UpdateUnit(name="all parameters", parameters=every)]
+        taken = () if begun is None else begun.taken
         for unit in units:
-            self._update_part(unit, unit if begun is None else begun.rest_of(unit), step)
+            left = tuple(p for p in unit.parameters if p not in taken)
+            self._update_part(unit, UpdateUnit(name=unit.name, parameters=left), step)
 
     def _update_with_hosts(
         self,
