@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,8 +114,8 @@ class StageRunLoop:
                 for leaf, gradient in zip(leaves, self._gradients, strict=True):
                     leaf.grad = gradient
                 placed.append((region.layout, leaves))
-            self._transfers.send_gradients(
-                1, placed, microbatches=[number], reducer=reducer, last=number, shared=()
+            self._transfers.gradients.send_run(
+                placed, landed=partial(reducer.add_stage, 1, [number])
             )
             self._transfers.weights.release()
         own = time.thread_time() - own
@@ -137,8 +138,8 @@ class StageRunLoop:
                     leaf.grad = gradient
                 placed.append((region.layout, leaves))
             self._transfers.drain(timeout_seconds=60.0)
-            self._transfers.send_gradients(
-                number + 1, placed, microbatches=[0], reducer=reducer, last=0, shared=()
+            self._transfers.gradients.send_run(
+                placed, landed=partial(reducer.add_stage, number + 1, [0])
             )
             start = time.perf_counter()
             self._transfers.drain(timeout_seconds=60.0)

@@ -1,14 +1,7 @@
 """The engine: runs the steps of a plan.
 
-Step M2 of docs/design.md.
-
-```
-Trainer's thread   begin_step(..).result() ─── waits, watches ──────────▶ StepResult
-microbatch threads    user code and stages, turn by turn ──┘ gradients, losses, outputs
-```
-
-What the user's step has returned is known before the gradients are, and the next step can begin
-meanwhile (`engine/steps.py`).
+Step M2 of docs/design.md. What the user's step has returned is known before the gradients are, and
+the next step can begin meanwhile (`engine/steps.py`).
 """
 
 from __future__ import annotations
@@ -118,7 +111,7 @@ class Engine:
             )
         self._plan = plan
         self._timeout_seconds = timeout_seconds
-        self._check_plan(plan)
+        self._check_plan(plan, self.chain)
         self._random_lock = threading.Lock()
         self._classes = ViewClasses(apart)
         self.forms = CallForms(trusts_rows=trust_rows)
@@ -129,11 +122,11 @@ class Engine:
         self.workers: tuple[Worker, ...] = ()
         self._resources = ExitStack()
 
-    def _check_plan(self, plan: Plan) -> None:
-        if plan.partition.num_blocks != len(self.chain):
+    def _check_plan(self, plan: Plan, chain: Chain) -> None:
+        if plan.partition.num_blocks != len(chain):
             raise PlanError(
                 f"The plan is for {plan.partition.num_blocks} blocks, the module has "
-                f"{len(self.chain)}. Make a new plan (plan='auto')."
+                f"{len(chain)}. Make a new plan (plan='auto')."
             )
         if plan.num_workers != len(self._devices):
             raise PlanError(
@@ -200,14 +193,8 @@ class Engine:
     def plan_for(self, chain: Chain, plan: Plan) -> None:
         """Run other calls of blocks, by a plan, from now on; PlanError if it is not for them."""
         self._steps.finish_all()
-        before = self.chain
-        self.chain = chain
-        try:
-            self._check_plan(plan)
-        except PlanError:
-            self.chain = before
-            raise
-        self._plan = plan
+        self._check_plan(plan, chain)
+        self.chain, self._plan = chain, plan
         self._plans.clear()
         self._next_worker = 0
 
@@ -250,7 +237,7 @@ class Engine:
                 f"of {plan.num_microbatches} microbatches."
             )
         if plan is not self._plan:
-            self._check_plan(plan)
+            self._check_plan(plan, self.chain)
         self.store.check_blocks()
         backward = options.get("backward", True)
         prepared = self._wait_for_capacity(plan, backward=backward)
@@ -326,8 +313,15 @@ class Engine:
         trained = step.context.backward and any(loss is not None for loss in result.losses)
         if trained and self._compiler is not None:
             self._compiler.end_step()
-        if trained and not result.num_calls:
-            self._warn_of_unused_stack()
+        if trained and not (result.num_calls or self._warned_of_unused_stack) and self.stacks:
+            self._warned_of_unused_stack = True
+            warnings.warn(
+                f"The training step never ran the blocks of {self.stacks[0].name!r} as one chain, "
+                "so the module ran as one stage. Name the blocks that it calls one after the other "
+                "with RoundPipeStrategy(blocks=[...]).",
+                category=UnusedStackWarning,
+                stacklevel=2,
+            )
 
     def evaluate(
         self,
@@ -372,17 +366,6 @@ class Engine:
             raise_noted(*failed)
         finally:  # see `raise_noted`
             del failed
-
-    def _warn_of_unused_stack(self) -> None:
-        if self.stacks and not self._warned_of_unused_stack:
-            self._warned_of_unused_stack = True
-            warnings.warn(
-                f"The training step never ran the blocks of {self.stacks[0].name!r} as one chain, "
-                "so the module ran as one stage. Name the blocks that it calls one after the other "
-                "with RoundPipeStrategy(blocks=[...]).",
-                category=UnusedStackWarning,
-                stacklevel=3,
-            )
 
 
 def _members(
@@ -457,12 +440,10 @@ def plan_runs(plan: Plan, chain: Chain, *, backward: bool) -> tuple[WorkerRuns, 
 
 def _stage_run(stage: Stage, chain: Chain, *, backward: bool) -> StageRun:
     links = chain.links[stage.blocks.start : stage.blocks.stop]
-    wanted: Iterable[nn.Module] = (link.block for link in links)
-    if stage.kind is StageKind.BACKWARD:
-        wanted = (link.block for link in links if link.backward and backward)
-    return StageRun(
-        stage=stage, blocks=_unique(link.block for link in links), wanted=_unique(wanted)
-    )
+    blocks = _unique(link.block for link in links)
+    wanted = _unique(link.block for link in links if link.backward and backward)
+    is_backward = stage.kind is StageKind.BACKWARD
+    return StageRun(stage=stage, blocks=blocks, wanted=wanted if is_backward else blocks)
 
 
 def _unique(blocks: Iterable[nn.Module]) -> tuple[nn.Module, ...]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from time import monotonic
 from typing import Any, NoReturn
 
@@ -89,44 +89,32 @@ class StepResult(StepOutputs):
     changed: str = ""
 
 
+@dataclass(eq=False)
 class Step:
-    """A step in flight. Its methods are called by the Trainer's thread.
+    """A step in flight. Its methods are called by the Trainer's thread."""
 
-    Args:
-        waits_for_end: Whether `outputs` waits for its end.
-    """
+    microbatches: Sequence[Microbatch]
+    context: StepContext
+    _: KW_ONLY
+    steps: StepsInFlight
+    waits_for_end: bool  # whether `outputs` waits for its end
+    on_success: Callable[[Step, StepResult], None]
 
-    def __init__(
-        self,
-        microbatches: Sequence[Microbatch],
-        context: StepContext,
-        *,
-        steps: StepsInFlight,
-        waits_for_end: bool,
-        on_success: Callable[[Step, StepResult], None],
-    ) -> None:
-        self.microbatches = microbatches
-        self.context = context
+    def __post_init__(self) -> None:
         self.team: ThreadTeam | None = None  # its threads, from `start` on
         self.failures: list[Failure] = []  # what the microbatches have raised, the first one first
         self.was_given_up = False  # whether it has ended because it or another step has failed
-        self._steps = steps
-        self._waits_for_end = waits_for_end
-        self._on_success = on_success
-        self._overlaps = not steps.is_empty
+        self._overlaps = not self.steps.is_empty
         self.tasks: Countdown | None = None
         self._result: StepResult | None = None
 
     def returned(self) -> StepOutputs:
         """Wait until the user's step has returned for all microbatches, and earlier steps ended.
 
-        The step goes on, and nothing may be done meanwhile that it could notice.
-
-        Raises:
-            WatchdogError: If it makes no progress.
-            Exception: What the user's code or a copy has raised, with a note that says where.
+        The step goes on, and nothing may be done meanwhile that it could notice. Raises what the
+        user's code or a copy has raised, with a note that says where.
         """
-        self._steps.await_outputs(self)
+        self.steps.await_outputs(self)
         return StepOutputs(outputs=self._outputs, losses=self._losses)
 
     def outputs(self) -> StepOutputs:
@@ -134,11 +122,11 @@ class Step:
 
         The step is waited for to its end where that could be noticed (docs/engine.md).
         """
-        if not self._waits_for_end:
-            self._steps.await_outputs(self)
+        if not self.waits_for_end:
+            self.steps.await_outputs(self)
         must_wait = any(one.must_be_waited_for for one in self.microbatches)
-        if self._waits_for_end or must_wait or self.context.draws.num_draws:
-            self._steps.finish(self)
+        if self.waits_for_end or must_wait or self.context.draws.num_draws:
+            self.steps.finish(self)
         return StepOutputs(outputs=self._outputs, losses=self._losses)
 
     @property
@@ -150,7 +138,7 @@ class Step:
         return tuple(one.loss for one in self.microbatches if one.runs_user_code)
 
     def result(self) -> StepResult:
-        self._steps.finish(self)
+        self.steps.finish(self)
         assert self._result is not None, "it has not been given up"
         return self._result
 
@@ -175,15 +163,11 @@ class Step:
         return self.tasks is None or self.tasks.wait(seconds)
 
     def watch(self, is_over: Callable[[float], bool]) -> None:
-        """Wait, as long as the step makes progress.
+        """Wait, as long as the step makes progress; else it is a WatchdogError.
 
-        Args:
-            is_over: Waits so many seconds at most, and returns whether to wait no longer.
-
-        Raises:
-            WatchdogError: If it makes no progress.
+        `is_over` waits so many seconds at most, and returns whether to wait no longer.
         """
-        turns, timeout_seconds = self.context.turns, self._steps.timeout_seconds
+        turns, timeout_seconds = self.context.turns, self.steps.timeout_seconds
         num_events, since = -1, monotonic()
         while not is_over(_POLL_SECONDS):
             if turns.num_events != num_events:
@@ -211,17 +195,13 @@ class Step:
         return Shortage(worker, workers=workers, place=place, plan=plan)
 
     def end(self, traffic: Callable[[Turns], tuple[WorkerTraffic, ...]] | None) -> None:
-        """End it, when nothing of it runs any more.
-
-        Args:
-            traffic: Returns what its workers have moved; None: it was given up.
-        """
+        """End it, when nothing of it runs any more; without `traffic` it was given up."""
         changed = [one.write_attributes() for one in self.microbatches]
         self.was_given_up = traffic is None
         if traffic is None:
             return
         context, workers = self.context, self.context.workers
-        if self._steps.is_empty:
+        if self.steps.is_empty:
             for worker in workers:
                 with noted(f"the end of a step on {worker}"):
                     worker.device.synchronize()
@@ -243,7 +223,7 @@ class Step:
             wrote=any(one.has_written for one in self.microbatches),
             changed=next(filter(None, changed), ""),
         )
-        self._on_success(self, self._result)
+        self.on_success(self, self._result)
 
     def _timeline(self, traffic: Sequence[WorkerTraffic]) -> tuple[Timeline, float | None]:
         """Return the times of every action, and `StepResult.clock_seconds`.
@@ -273,26 +253,16 @@ def grace_seconds(timeout_seconds: float) -> float:
     return min(timeout_seconds, 60.0)
 
 
+@dataclass(kw_only=True, eq=False)
 class StepsInFlight:
-    """The steps of one engine that have begun and not ended. All but `abort` by one thread.
+    """The steps of one engine that have begun and not ended. All but `abort` by one thread."""
 
-    Args:
-        timeout_seconds: A step in which no action begins or ends for so long is given up.
-        prepare_thread: Called in every thread of a microbatch.
-    """
+    workers: Sequence[Worker]
+    transfers: Transfers
+    timeout_seconds: float  # a step in which no action begins or ends for so long is given up
+    prepare_thread: Callable[[], None]  # called in every thread of a microbatch
 
-    def __init__(
-        self,
-        *,
-        workers: Sequence[Worker],
-        transfers: Transfers,
-        timeout_seconds: float,
-        prepare_thread: Callable[[], None],
-    ) -> None:
-        self._workers = workers
-        self._transfers = transfers
-        self.timeout_seconds = timeout_seconds
-        self._prepare_thread = prepare_thread
+    def __post_init__(self) -> None:
         self._steps: list[Step] = []
         self._teams: list[ThreadTeam] = []
         self._aborting = threading.Lock()  # held while a microbatch's thread aborts, and to forget
@@ -313,7 +283,7 @@ class StepsInFlight:
             self.finish(self._steps[0])
         if not self._steps:
             return
-        if not self._transfers.can_overlap(stage_runs):
+        if not self.transfers.can_overlap(stage_runs):
             self.finish(self._steps[-1])
 
     def begin(self, step: Step, stage_runs: Sequence[WorkerRuns]) -> None:
@@ -324,12 +294,12 @@ class StepsInFlight:
         self._steps.append(step)
         with self._guarded():
             if overlaps:
-                self._transfers.begin_overlapped(stage_runs)
+                self.transfers.begin_overlapped(stage_runs)
             else:
-                for worker in self._workers:
+                for worker in self.workers:
                     with noted(f"the beginning of a step on {worker}"):
                         worker.device.start_clock()
-                self._transfers.begin(
+                self.transfers.begin(
                     stage_runs, on_failure=self._abort_turns, making_room=step.making_room
                 )
             team = self._free_team(len(step.microbatches))
@@ -343,9 +313,9 @@ class StepsInFlight:
             if len(team) >= num_threads:
                 return team
             self._dismiss(team)
-        team = ThreadTeam(num_threads, name="roundpipe-microbatch", prepare=self._prepare_thread)
+        team = ThreadTeam(num_threads, name="roundpipe-microbatch", prepare=self.prepare_thread)
         self._teams.append(team)
-        for worker in self._workers:
+        for worker in self.workers:
             worker.device.expect_threads(sum(len(team) for team in self._teams))
         return team
 
@@ -375,9 +345,7 @@ class StepsInFlight:
     def finish(self, step: Step) -> None:
         """Wait for the end of a step, and of those before it.
 
-        Raises:
-            WatchdogError: If one makes no progress.
-            Exception: What a microbatch or a copy of any step has raised.
+        Raises what a microbatch or a copy of any step has raised.
         """
         while step in self._steps:
             self._finish_first()
@@ -392,7 +360,7 @@ class StepsInFlight:
         reducer = step.context.reducer
         with self._guarded():
             step.watch(step.wait)
-            self._transfers.finish(
+            self.transfers.finish(
                 timeout_seconds=self.timeout_seconds,
                 is_alone=is_alone,
                 landed=lambda seconds: self._has_failed or reducer.await_all(seconds),
@@ -405,14 +373,14 @@ class StepsInFlight:
         if is_alone:
             self._clear(failed=False)
         else:
-            self._transfers.end_first()
-        step.end(self._transfers.traffic)
+            self.transfers.end_first()
+        step.end(self.transfers.traffic)
 
     # ------------------------------------------------------------------------------------ failures
 
     @property
     def _has_failed(self) -> bool:
-        return self._transfers.has_failed or any(step.failures for step in self._steps)
+        return self.transfers.has_failed or any(step.failures for step in self._steps)
 
     def _abort_with(self, step: Step) -> None:
         """Abort all, unless the step that has failed was given up before: nobody waits for it."""
@@ -423,7 +391,7 @@ class StepsInFlight:
     def abort(self) -> None:
         """Release every waiter of every step, and give up copies that have not begun."""
         self._abort_turns()
-        self._transfers.abort()
+        self.transfers.abort()
 
     def _abort_turns(self) -> None:
         for step in list(self._steps):
@@ -457,8 +425,8 @@ class StepsInFlight:
         with self._guarded():
             for step in steps:
                 step.watch(step.wait)
-            self._transfers.finish(timeout_seconds=self.timeout_seconds)
-        failed = self._transfers.take_error()
+            self.transfers.finish(timeout_seconds=self.timeout_seconds)
+        failed = self.transfers.take_error()
         self._clear(failed=True)
         self._forget()
         _raise_first(steps)
@@ -479,9 +447,9 @@ class StepsInFlight:
             step.end(None)
 
     def _clear(self, *, failed: bool) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             worker.clear()
-        self._transfers.end(failed=failed, grace_seconds=grace_seconds(self.timeout_seconds))
+        self.transfers.end(failed=failed, grace_seconds=grace_seconds(self.timeout_seconds))
 
     def close(self) -> None:
         if self._steps:

@@ -35,13 +35,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe_lightning.engine.capture.arguments import Copies, Reference
 from roundpipe_lightning.engine.capture.placeholder import make_proxy, writes_first
 from roundpipe_lightning.engine.capture.torch_functions import KEEP_PLACE, QUESTIONS, name_of
-from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
+from roundpipe_lightning.engine.capture.trees import Copies, Reference, map_tensors, tensors_in
 from roundpipe_lightning.engine.capture.view import ViewClasses, ViewMaker, put, write_through
-from roundpipe_lightning.engine.chain.block_outcome import Given, run_block, works_in_place
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
+from roundpipe_lightning.engine.chain.values import Given, run_block, works_in_place
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.device.threads import add_note
 from roundpipe_lightning.engine.worker.loaded_blocks import (
@@ -233,11 +232,6 @@ class ManualStep:
         return self.buffers.watched(views)
 
     def run_step(self, call: Callable[[Any, Any], Any], batch: Any) -> Any:
-        """Run the user's code on the full batch; arguments as of `Engine.evaluate`.
-
-        Returns:
-            What `call` returned, on the host.
-        """
         device, maker = self.device, self._maker
         try:
             with device.activate(), device.thread_context():
@@ -269,7 +263,8 @@ class ManualStep:
             with self.meeting.in_block():
                 return self.proxies[block](*args, **kwargs)
         run = _BlockRun(self, block, (args, kwargs))
-        return checkpoint(run, *run.take_tensors(), use_reentrant=False)
+        tensors, run.tensors = run.tensors, []
+        return checkpoint(run, *tensors, use_reentrant=False)
 
 
 class _Numbered(Reference):
@@ -277,6 +272,7 @@ class _Numbered(Reference):
         self.number = number
 
 
+@dataclass(eq=False)
 class _BlockRun:
     """One call of a block; called once for its forward pass, then for every recompute.
 
@@ -284,31 +280,34 @@ class _BlockRun:
     objects among it, as they were at the time of the call, and the buffers of that time.
     """
 
-    def __init__(self, step: ManualStep, block: nn.Module, given: Given) -> None:
-        self._step = step
-        self._block = block
-        self._tensors: list[Tensor] = []
-        self._given: Given = Copies(self._number).arguments(given)
-        self._forward: Given | None = given
+    step: ManualStep
+    block: nn.Module
+    forward: Given | None  # what it is given; None when it has run forward
+
+    def __post_init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._given: Given = Copies(self._number).arguments(self.forward or ((), {}))
         self._earlier: EarlierBuffers = []
 
     def _number(self, tensor: Any, in_object: bool) -> _Numbered:  # noqa: ARG002, FBT001 - a `Swap`
-        self._tensors.append(tensor)
-        return _Numbered(len(self._tensors) - 1)
-
-    def take_tensors(self) -> list[Tensor]:
-        tensors, self._tensors = self._tensors, []
-        return tensors
+        self.tensors.append(tensor)
+        return _Numbered(len(self.tensors) - 1)
 
     def __call__(self, *tensors: Tensor) -> Any:
-        step = self._step
-        if self._forward is not None:
-            (args, kwargs), self._forward = self._forward, None
-            with step.buffers_watched(self._block) as self._earlier, step.meeting.in_block():
-                return step.proxies[self._block](*args, **kwargs)
+        step = self.step
+        if self.forward is not None:
+            (args, kwargs), self.forward = self.forward, None
+            with step.buffers_watched(self.block) as self._earlier, step.meeting.in_block():
+                return step.proxies[self.block](*args, **kwargs)
         given = Copies(lambda numbered, in_object: tensors[numbered.number])
         args, kwargs = given.arguments(self._given)
-        clones = self._earlier_buffers()
+        clones = {  # of what the forward pass has written over, by the buffer
+            module.__dict__["_buffers"][name]: kept.clone()
+            if step.device.holds(kept)
+            else step.device.upload(kept)
+            for module, name, kept in self._earlier
+            if kept is not None
+        }
         maker = step.new_maker(
             lambda b: clones[b] if b in clones else step.buffers.place(b),
             write=lambda module, name, value: None,  # the forward pass has written it
@@ -316,20 +315,9 @@ class _BlockRun:
         try:
             # Neither mode is on in the thread, or the function, that runs a backward pass.
             with step.device.thread_context(), step.meeting, step.meeting.in_block():
-                return maker.view_of(self._block)(*args, **kwargs)
+                return maker.view_of(self.block)(*args, **kwargs)
         finally:
             maker.close()
-
-    def _earlier_buffers(self) -> dict[Tensor, Tensor]:
-        """Return copies of what the block's forward pass has written over, by the buffer."""
-        device = self._step.device
-        return {
-            module.__dict__["_buffers"][name]: kept.clone()
-            if device.holds(kept)
-            else device.upload(kept)
-            for module, name, kept in self._earlier
-            if kept is not None
-        }
 
 
 class _MeetingPlace(TorchFunctionMode):
@@ -377,22 +365,15 @@ class _MeetingPlace(TorchFunctionMode):
             args, kwargs = self._together(name, args, kwargs)
         return func(*args, **kwargs)
 
-    def _together(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _together(self, name: str, args: Any, kwargs: Any) -> Any:
         places = {self.is_here(tensor) for tensor in tensors_in((args, kwargs))}
         if len(places) < 2:
             return args, kwargs
         writes = args and (name == "__set__" or writes_first(name))
         written = next(iter(tensors_in(args[0] if writes else kwargs.get("out"))), None)
         on_host = written is not None and not self.is_here(written)
-        found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
-            self._to_host if on_host else self._to_device, (args, kwargs)
-        )
-        return found
-
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if self.is_here(tensor) else tensor
+        move = Tensor.cpu if on_host else self._to_device
+        return map_tensors(move, (args, kwargs))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         if self.is_here(tensor):

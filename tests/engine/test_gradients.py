@@ -86,7 +86,7 @@ def test_of_a_tied_embedding_only_rows_wait(data: st.DataObject) -> None:
     assert sum(h() is not None for h in waiting) == 1, "the sum"
     for number in data.draw(st.permutations(range(num))):
         if len(left[number]) or data.draw(st.booleans()):
-            reducer.add_shared(number, {embedding: late[number]} if len(left[number]) else {})
+            reducer.reserve_shared(number)({embedding: late[number]} if len(left[number]) else {})
         reducer.close_microbatch(number)
     assert reducer.await_all(0)
     assert torch.equal(reducer.sums()[embedding], wanted)
@@ -179,7 +179,7 @@ def test_what_has_been_handed_out_is_let_go() -> None:
     own, shared = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     reducer = GradientReducer(num_microbatches=1, num_stages=1, shared=[shared])
     reducer.add_stage(0, [0], {own: torch.ones(2)})
-    reducer.add_shared(0, {shared: torch.ones(2)})
+    reducer.reserve_shared(0)({shared: torch.ones(2)})
     reducer.close_microbatch(0)
     kept = [weakref.ref(gradient) for gradient in reducer.sums().values()]
     assert len(kept) == 2

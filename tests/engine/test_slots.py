@@ -2,6 +2,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -186,9 +187,7 @@ def operations_per_stage_run(num_parameters: int) -> int:
                 placed.append((entered.regions[block].layout, list(leaves.values())))
                 for leaf, gradient in zip(leaves.values(), gradients, strict=True):
                     leaf.grad = gradient
-            transfers.send_gradients(
-                1, placed, microbatches=[number], reducer=reducer, last=number, shared=()
-            )
+            transfers.gradients.send_run(placed, landed=partial(reducer.add_stage, 1, [number]))
             transfers.weights.release()
         counting.close()
         assert transfers.drain(timeout_seconds=60)

@@ -24,11 +24,9 @@ INDUCTOR = "inductor"
 
 
 class BlockCompiler:
-    """Compiles the blocks of one engine.
+    """Compiles the blocks of one engine with a backend of `torch.compile`.
 
-    Args:
-        backend: Of `torch.compile`. Only PyTorch's own, `inductor`, is made to draw random numbers
-            as plain PyTorch does.
+    Only PyTorch's own, `inductor`, is made to draw random numbers as plain PyTorch does.
     """
 
     def __init__(self, backend: Backend = INDUCTOR) -> None:
@@ -84,8 +82,7 @@ class BlockCompiler:
     ) -> nn.Module:
         """Return a block's callable: its compiled code, or the view where it is not compiled.
 
-        Args:
-            placed: The `ResidentBlocks` that have it.
+        It is `placed` on a worker by `ResidentBlocks`.
         """
         if not self.compiles(name):
             return view
@@ -156,7 +153,6 @@ def plain_copy(
     parameter: Callable[[nn.Parameter], nn.Parameter | None],
     buffer: Callable[[Tensor], Tensor],
 ) -> nn.Module:
-    """Return a module of the same classes and attributes, with other parameters and buffers."""
     made: dict[nn.Module, nn.Module] = {}
 
     def copy(original: nn.Module) -> nn.Module:

@@ -8,10 +8,7 @@ user code      h = embed(ids)     h, w = layer0(h, m)    h, w = layer1(h, m)    
 in the view    h ───────────────▶ run 0 ── lazy ──────▶ run 1 ── the outputs ──▶
 ```
 
-A lazy tensor has the shape, the dtype and the device of the tensor it stands for, but no values.
-Code that computes with it gets the values in its place, as a leaf of a new segment: the blocks
-before it and those after it are then recomputed apart. Only writing into a lazy tensor is refused,
-because other blocks have got its values already.
+What becomes of a lazy tensor: docs/engine.md.
 """
 
 from __future__ import annotations
@@ -129,7 +126,6 @@ class BlockProxy(View):
     """Stands for a block in a view: the call goes to the microbatch, all else is as in any view."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the microbatch run the block, or run here as any view does."""
         own = self.__dict__
         answer = own["_called"](own["_view_of"], args, kwargs)
         plain: Any = super()

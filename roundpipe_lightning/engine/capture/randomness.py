@@ -38,7 +38,7 @@ _IN_PLACE = frozenset(
 )
 """Methods that fill a tensor, and take a generator."""
 
-_RUNNER = "roundpipe_lightning.engine.chain.block_outcome"  # the engine's code around a block's
+_RUNNER = "roundpipe_lightning.engine.chain.values"  # the engine's code around a block's
 
 _OF_DROPOUT = ("input", "p", "training", "inplace")
 
@@ -107,7 +107,6 @@ def seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
 
 
 def may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call may draw random numbers, from whichever generator."""
     name = getattr(func, "__name__", "")
     if name not in RANDOM_FUNCTIONS:
         return False
@@ -122,7 +121,6 @@ def may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def _without_dropout(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a torch function's call as it is in evaluation, if it drops out."""
     name = getattr(func, "__name__", "")
     if "dropout" in name and isinstance(args[0] if args else kwargs.get("input"), Tensor):
         return torch.Tensor.clone, (args[0] if args else kwargs["input"],), {}
@@ -145,10 +143,8 @@ class UnrepeatableDrawWarning(UserWarning):
 class StepDraws:
     """The draws of one step from the process-wide generators.
 
-    Args:
-        lock: Guards the generators: one draw at a time, their states put back after it. Shared by
-            all steps of an engine.
-        looks_for_others: Whether to warn, once, of draws in a backward pass.
+    The lock guards the generators: one draw at a time, their states put back after it. All steps of
+    an engine share it. It warns once of draws in a backward pass, if it `looks_for_others`.
     """
 
     def __init__(self, lock: threading.Lock, *, looks_for_others: bool = False) -> None:

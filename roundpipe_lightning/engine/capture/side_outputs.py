@@ -1,8 +1,6 @@
 """Side outputs: what a block leaves beside its output, for the tail segment to use.
 
-Router logits and penalties, for example: libraries collect them with hooks or as attributes, and
-the tail segment adds them to the loss. A FORWARD stage keeps no graph that their gradient could go
-back through, so a result of its functions carries its origin, which the recompute finds again:
+Router logits and penalties, for example; see docs/engine.md.
 
 ```
 FORWARD   block 3: the 17th function gives t         t knows (block 3, function 17)
@@ -123,8 +121,11 @@ class SideOutputs:
                     continue  # all microbatches of a round have it
                 setattr(tensor, _ORIGIN, _Mark(origin, tensor))
                 continue
-            if origin in self._leaks and tensor.requires_grad:
-                self._check_leak(tensor, *self._leaks[origin])
+            taken = self._leaks.get(origin)
+            # What is kept from the first call on (a table) is not made again: others have its
+            # number.
+            if taken and tensor.requires_grad and (tensor.shape, tensor.dtype) == taken[1:]:
+                raise CaptureError(_PAST_ARGUMENTS.format(f"Block {self._name!r}", taken[0]))
             if origin in self._leaves:
                 self._check_same(tensor, self._leaves[origin])
                 self._found[origin] = tensor
@@ -133,10 +134,8 @@ class SideOutputs:
         """Take notice of what reaches a block's function past the block's arguments.
 
         What another block has made may be a constant that is kept for all (a table of positions):
-        whether it needs a gradient is seen when that block is recomputed.
-
-        Raises:
-            CaptureError: If code outside the blocks has made it, with a graph.
+        whether it needs a gradient is seen when that block is recomputed. What code outside the
+        blocks has made, with a graph, is refused.
         """
         if not self.looks_at_arguments:
             return
@@ -157,11 +156,6 @@ class SideOutputs:
 
     def note_leak(self, origin: Origin, tensor: Tensor, name: str) -> None:
         self._leaks[origin] = (name, tensor.shape, tensor.dtype)
-
-    def _check_leak(self, tensor: Tensor, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        # What is kept from the first call on (a table) is not made again: others have its number.
-        if tensor.shape == shape and tensor.dtype == dtype:
-            raise CaptureError(_PAST_ARGUMENTS.format(f"Block {self._name!r}", name))
 
     def leaf_for(self, tensor: Tensor) -> Tensor:
         """Return the tensor to use in the tail's graph: a leaf for a side output."""

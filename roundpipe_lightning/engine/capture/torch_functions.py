@@ -127,7 +127,6 @@ def function_of_user(node: Any) -> str:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of torch.func, or forward-mode autograd, is around."""
     level = torch.autograd.forward_ad._current_level
     return level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -324,7 +323,6 @@ class RoundedLeaves:
         self.are_made_whole = False
 
     def renew(self, leaf: Tensor) -> None:
-        """Upload a weight's own values anew: it was written into."""
         self._values.pop(id(leaf), None)
 
     def add(self, leaves: Mapping[nn.Parameter, nn.Parameter]) -> None:

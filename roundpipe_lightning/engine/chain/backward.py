@@ -1,6 +1,4 @@
-"""One microbatch's way back through the chain.
-
-Step M8 of docs/design.md.
+"""One microbatch's way back through the chain. Step M8 of docs/design.md.
 
 ```
 calls       0 1 2 │ 3 4 │ 5 6 (fused)
@@ -16,21 +14,15 @@ group of its own. A group's graph begins at leaves, one per value or argument th
 gradients, and those found before, are what the groups and segments below begin their backward with.
 Where nothing needs a gradient, nothing is recomputed.
 
-Where user code runs once, on pieces of the batch:
-
-```
-driver    tail segment ─ gradients of joined values, cut ─┐  B1.0        join ─ head segment
-piece 1                                                   └▶ B1.1 ─ gradients of its arguments ─┘
-```
-
-The driver waits between stages, never inside an autograd node. The head segment runs when all
-pieces have run their last stage: on the worker of the last piece, which keeps its turn meanwhile.
-Where all calls between two segments were streamed, the pieces run them one after the other in the
-driver's turn: it is needed again for the calls below.
+Where user code runs once, on pieces of the batch, the driver waits between stages, never inside an
+autograd node. The head segment runs when all pieces have run their last stage: on the worker of the
+last piece, which keeps its turn meanwhile. Where all calls between two segments were streamed, the
+pieces run them one after the other in the driver's turn: it is needed again for the calls below.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -63,7 +55,6 @@ class BackwardPass:
         self._gradients = self.forward.sources.gradients
 
     def run_backward(self, loss: Tensor, scale: Tensor) -> None:
-        """Run it; a gradient of the loss is `scale`."""
         segments, stop = self._segments, len(self.forward.calls)
         self.forward.drop_turn()
         self._run_graph([loss], [scale], below=segments.number + 1)
@@ -158,8 +149,8 @@ class BackwardPass:
             self._turns.enter()
             with self._turns.worker.streamed(first.block, StageKind.BACKWARD) as resident:
                 self._recompute(group, resident)
-                _, gradients = resident.take_gradients()
-            self._turns.add_gradients(gradients)
+                gradients = resident.take_gradients()
+            self._turns.reducer.reserve_shared(self._turns.index)(gradients)
             return
         stage = self._go_to(first.position)
         blocks = [call.block for call in group]
@@ -185,7 +176,6 @@ class BackwardPass:
         self._sources.send_ahead([*self._gradients.values(), *inputs])
 
     def _recompute(self, group: Sequence[BlockCall], resident: ResidentBlocks) -> None:
-        """Run a group's blocks once more, then their backward."""
         sources, user = self._sources, self._user
         leaves: dict[Source, Tensor] = {}
         made: dict[Source, Tensor] = {}
@@ -230,7 +220,8 @@ class PieceBackward(BackwardPass):
 
     def run_range(self, start: int, stop: int, *, leaves: bool = True) -> None:
         """Run calls of the driver's numbers; then let others have the worker if it `leaves`."""
-        self.run_calls(*self.forward.range_of(start, stop))
+        numbers = self.forward.numbers
+        self.run_calls(bisect_left(numbers, start), bisect_left(numbers, stop))
         if leaves and self._turns.is_active and not self._turns.is_last:
             self._turns.leave()
 
@@ -280,7 +271,6 @@ class DriverBackward(BackwardPass):
             turns.enter()
 
     def _hand_out(self, start: int, stop: int) -> None:
-        """Give the pieces the gradients of what a range of calls has made."""
         worker = self._turns.worker
         for source in list(self._gradients):
             if isinstance(source, JoinedValue) and start <= source.call < stop:
@@ -324,7 +314,6 @@ class DriverBackward(BackwardPass):
 
 
 def _run_as_guest(piece: Any, *, number: int, start: int, stop: int) -> None:
-    """Let one piece alone run calls, in the driver's turn."""
     if piece.index == number:
         with piece.turns.as_guest_of(piece.driver.turns):
             piece.backward.run_range(start, stop, leaves=False)

@@ -91,11 +91,7 @@ class Chain:
 
     @classmethod
     def named(cls, names: Sequence[str], stacks: Sequence[BlockStack]) -> Chain:
-        """Return the chain with these names, which a plan carries.
-
-        Raises:
-            PlanError: If there is no block of such a name.
-        """
+        """Return the chain with these names, which a plan carries; each must have a block."""
         known = {n: b for s in stacks for n, b in zip(s.names, s.blocks, strict=True)}
         following = following_blocks(stacks)
         links: list[Link] = []

@@ -1,16 +1,9 @@
 """One microbatch's way through the chain, forward: every call of a block, planned or not.
 
-Steps M4 and M7 of docs/design.md.
-
-```
-entry ─▶ [F0] ─ boundary ─▶ [F1] ─ boundary ─▶ [X0: last blocks] ─▶ output, to the user's code
-            keeps what flows into the blocks that begin a recompute
-```
-
-What flows is any number of values: tensors that blocks made and that later blocks or the user's
-code take, from turn to turn through the host. A call that comes when the chain has it next, or
-later, runs in its stage. Any other is *streamed*: the worker whose turn it is uploads that one
-block, runs it without a graph and drops it. `backward.py` holds the way back.
+Steps M4 and M7 of docs/design.md. What flows is any number of values: tensors that blocks made and
+that later blocks or the user's code take, from turn to turn through the host. A call that comes
+when the chain has it next, or later, runs in its stage. Any other is *streamed*: the worker whose
+turn it is uploads that one block, runs it without a graph and drops it.
 """
 
 from __future__ import annotations
@@ -23,21 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture.arguments import Swap
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
-from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import Form, LazyTensor
 from roundpipe_lightning.engine.capture.side_outputs import Watch
 from roundpipe_lightning.engine.capture.torch_functions import (
     is_called_from,
     saved_tensor_hooks_away,
 )
+from roundpipe_lightning.engine.capture.trees import Swap
 from roundpipe_lightning.engine.capture.view import put
-from roundpipe_lightning.engine.chain.block_outcome import Given, Outcome
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain, Link, following_blocks
+from roundpipe_lightning.engine.chain.joined import PostedCall
 from roundpipe_lightning.engine.chain.saved_outputs import KeptOutputs
 from roundpipe_lightning.engine.chain.segments import USED_ELSEWHERE, Segments
-from roundpipe_lightning.engine.chain.values import BlockCall, Source, Sources, Value
+from roundpipe_lightning.engine.chain.values import (
+    BlockCall,
+    Given,
+    Outcome,
+    Source,
+    Sources,
+    Value,
+)
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.engine.worker.turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
@@ -91,6 +90,7 @@ class ForwardPass:
         self._blocks: tuple[nn.Module, ...] = ()
         self._here: dict[Source, Tensor] = {}  # what the present FORWARD turn has taken
         self._live: list[Value] = []  # values that may be on the present worker
+        self._posted: PostedCall | None = None  # the call that is made, if all pieces make it
 
     # ----------------------------------------------------------------------------------- calls
 
@@ -138,18 +138,10 @@ class ForwardPass:
         )
 
     def source_of(self, given: Tensor | Value) -> Source:
-        """Return what a call of this microbatch takes for something among its arguments."""
         if not isinstance(given, LazyTensor):
             return given
         value: Value = given.value
         return value
-
-    def writes_within(self, block: nn.Module) -> ModuleWrites:
-        return self.user.writes.within(block)
-
-    def left_attributes(self) -> Sequence[tuple[nn.Module, str]]:
-        """Return the attributes whose tensors are values of the call that is about to be made."""
-        return ()
 
     def _go_to(self, block: nn.Module) -> int | None:
         """Go to the turn of a call of a block, and return its position; None: it has none."""
@@ -187,6 +179,7 @@ class ForwardPass:
         )
         self.segments.code_ran = False
         self._drop_unheld()
+        posted = self._posted
         call = BlockCall(
             block,
             given,
@@ -196,10 +189,10 @@ class ForwardPass:
             gradient=gradient,
             segment=self.segments.number if in_graph else None,
             cut=cut,
-            writes=self.writes_within(block),
+            writes=self.user.writes.within(block) if posted is None else posted.writes,
             source_of=self.source_of,
         )
-        call.left = self.left_attributes()
+        call.left = () if posted is None else posted.form.left
         if call.is_recomputed:
             if self._kept_operations:
                 call.kept = KeptOutputs(self._kept_operations)
@@ -225,7 +218,6 @@ class ForwardPass:
         return self.chain.ends_pass(call.position)
 
     def _end_pass(self, call: BlockCall) -> None:
-        """Go to where the user's code goes on, with a segment of its own."""
         self._end_forward()
         if call.position is not None and call.position + 1 == len(self.chain):
             self.go_to_fused_stage()
@@ -277,7 +269,6 @@ class ForwardPass:
         self.turns.enter()
 
     def drop_turn(self) -> None:
-        """Drop what the last forward turn has beside the segments' graphs."""
         for value in self._live:
             if value.segment is None:
                 value.here = None
@@ -381,7 +372,9 @@ class ForwardPass:
         with (
             user.in_block(call.number, resident, gathers=not call.gradient),
             resident.written(call.writes) if call.writes else nullcontext(),
-            call.keeping(self.turns, resident, sources=self.sources, again=again),
+            call.keeping(self.turns, resident, sources=self.sources, again=again)
+            if call.is_recomputed
+            else nullcontext(),
         ):
             block = resident.block(call.block)
             if compiler is not None:

@@ -16,7 +16,6 @@ another block hands on the pieces.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -25,12 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture.arguments import Copies, Reference
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import Form
 from roundpipe_lightning.engine.capture.torch_functions import Autocast, version_of
-from roundpipe_lightning.engine.chain.block_outcome import Given
-from roundpipe_lightning.engine.chain.values import WRITTEN_SINCE, BlockCall, Value
+from roundpipe_lightning.engine.capture.trees import Copies, Reference
+from roundpipe_lightning.engine.chain.values import WRITTEN_SINCE, BlockCall, Given, Value
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.transfer.boundary import TransferEndpoint
 from roundpipe_lightning.engine.worker.turns import Turns
@@ -100,11 +98,7 @@ class PostedCall:
     values: list[JoinedValue] = field(default_factory=list)
 
     def check_unwritten(self) -> None:
-        """Called by a piece that has computed with the arguments.
-
-        Raises:
-            CaptureError: User code has written into one meanwhile.
-        """
+        """Raise if user code has written meanwhile into what a piece has computed with."""
         if any(version_of(tensor) != version for tensor, version in self.versions):
             raise CaptureError(WRITTEN_SINCE.format(self.name))
 
@@ -116,6 +110,8 @@ class PostedCall:
         return given
 
     def clear(self) -> None:
+        for value in self.values:
+            value.drop()
         self.calls.clear()
         self.values.clear()
         self.given, self.taken, self.versions, self.shadows = ((), {}), (), (), ()
@@ -128,9 +124,7 @@ Posted: TypeAlias = Callable[[Any], None]
 class PieceBoard:
     """What the driver of a step posts to its other pieces, and how far each of these is.
 
-    Args:
-        num_pieces: All of them, the driver included.
-        turns: Those of the step: who waits is released when they are aborted.
+    Who waits is released when the step's turns are aborted.
     """
 
     def __init__(self, num_pieces: int, turns: Turns) -> None:
@@ -225,7 +219,8 @@ class JoinedValue(Value):
             form=_whole(first.form, self.dim, sum(self.sizes)),
             in_object=first.in_object,
         )
-        self.host = JoinedBoundary(self, board)
+        self._board = board
+        self.host = self
         self.watch(first, piece=0)
 
     @property
@@ -254,40 +249,31 @@ class JoinedValue(Value):
         self._before_use()
         return super().detached()
 
+    # its parts on their way, which the pieces send, count and release
+
+    num_bytes = 0
+
+    def on(self, worker: TransferEndpoint | None) -> Tensor:
+        self._board.await_all()
+        parts = []
+        for piece in self.pieces:
+            boundary = self.part(piece).host
+            assert boundary is not None, "kept when its turn ended"
+            parts.append(boundary.on(worker))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim or 0)
+
+    def send_to(self, worker: TransferEndpoint) -> None:
+        pass  # it is brought when it is asked for
+
+    def release(self) -> None:
+        pass
+
     def cut(self, whole: Tensor) -> Mapping[int, Tensor]:
         """Return the parts of something of its shape, by the number of the piece."""
         if self.dim is None:
             return {0: whole}
         parts = whole.split(self.sizes, self.dim)
         return {piece: parts[piece].contiguous() for piece in self.pieces}
-
-
-class JoinedBoundary:
-    """The parts of a joined value on their way."""
-
-    def __init__(self, joined: JoinedValue, board: PieceBoard) -> None:
-        self.num_bytes = 0  # counted by the pieces
-        self._joined = weakref.ref(joined)  # no circle
-        self._board = board
-
-    def on(self, worker: TransferEndpoint | None) -> Tensor:
-        """Wait for all pieces, and return the whole on a worker."""
-        joined = self._joined()
-        assert joined is not None, "who asks holds it"
-        self._board.await_all()
-        parts = []
-        for piece in joined.pieces:
-            boundary = joined.part(piece).host
-            assert boundary is not None, "kept when its turn ended"
-            parts.append(boundary.on(worker))
-        assert joined.dim is not None or len(parts) == 1
-        return parts[0] if len(parts) == 1 else torch.cat(parts, joined.dim or 0)
-
-    def send_to(self, worker: TransferEndpoint) -> None:
-        pass  # it is brought when it is asked for
-
-    def release(self) -> None:
-        pass  # the pieces release their parts
 
 
 def _whole(form: Form, dim: int | None, num_rows: int) -> Form:

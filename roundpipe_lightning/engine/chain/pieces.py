@@ -1,10 +1,5 @@
 """The forward passes of a step whose user code runs once: the driver's, and the other pieces'.
 
-```
-driver    user code   F0: 0 1   F1: 2 3   X0: user code, loss
-piece 1               F0: 0 1   F1: 2 3   X0: -
-```
-
 See `joined.py` for the values. A form says which dimension of every argument and output of a call
 has the batch's rows. It is found when such a call is first made (`row_check.py`). Where the rows
 are not independent, the call runs on the whole batch.
@@ -14,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
@@ -24,8 +18,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture.arguments import Copies, Swap
-from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.capture.torch_functions import (
     autocast_as,
@@ -33,8 +25,8 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     variables_as,
     version_of,
 )
+from roundpipe_lightning.engine.capture.trees import Copies, Swap
 from roundpipe_lightning.engine.capture.view import put
-from roundpipe_lightning.engine.chain.block_outcome import Given, Outcome, run_block, works_in_place
 from roundpipe_lightning.engine.chain.forward import ForwardPass
 from roundpipe_lightning.engine.chain.joined import (
     CallForm,
@@ -55,7 +47,15 @@ from roundpipe_lightning.engine.chain.row_check import (
     joined_in,
     reason_against_pieces,
 )
-from roundpipe_lightning.engine.chain.values import BlockCall, Source, Value
+from roundpipe_lightning.engine.chain.values import (
+    BlockCall,
+    Given,
+    Outcome,
+    Source,
+    Value,
+    run_block,
+    works_in_place,
+)
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.planning.schedule.stages import StageKind
 
@@ -70,11 +70,7 @@ class WholeBatchWarning(UserWarning):
 
 
 class CallForms:
-    """The forms of calls that have been seen, kept from step to step.
-
-    Args:
-        trusts_rows: Whether rows are taken to be independent without a look.
-    """
+    """The forms of calls that have been seen, kept from step to step."""
 
     def __init__(self, *, trusts_rows: bool = False) -> None:
         self.trusts_rows = trusts_rows
@@ -124,14 +120,14 @@ class CallForms:
 
 
 class PieceForward(ForwardPass):
-    """Replays the driver's calls on one piece of the batch. Arguments as of `ForwardPass`."""
+    """Replays the driver's calls on one piece of the batch."""
 
-    _posted: PostedCall  # the call that is replayed
+    _posted: PostedCall
 
     def __init__(self, *args: Any, piece: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._piece = piece
-        self._numbers: list[int] = []  # of the driver's calls
+        self.numbers: list[int] = []  # of the driver's calls
 
     def replay(self, posted: PostedCall) -> None:
         if not posted.sizes[self._piece]:
@@ -139,7 +135,7 @@ class PieceForward(ForwardPass):
         self._posted = posted
         if posted.begins_segment and self.segments.last.start != len(self.calls):
             self.segments.open_next()
-        self._numbers.append(posted.number)
+        self.numbers.append(posted.number)
         with (
             torch.set_grad_enabled(posted.gradient),
             autocast_as(posted.autocast),
@@ -152,12 +148,6 @@ class PieceForward(ForwardPass):
 
     def _position_of(self, block: nn.Module) -> int | None:  # noqa: ARG002
         return self._posted.position
-
-    def writes_within(self, block: nn.Module) -> ModuleWrites:  # noqa: ARG002
-        return self._posted.writes
-
-    def left_attributes(self) -> Sequence[tuple[nn.Module, str]]:
-        return self._posted.form.left
 
     def _handed_out(self, call: BlockCall, outcome: Outcome) -> None:  # noqa: ARG002
         self._posted.calls[self._piece] = call
@@ -173,12 +163,9 @@ class PieceForward(ForwardPass):
             else:
                 turns.leave()
 
-    def range_of(self, start: int, stop: int) -> tuple[int, int]:
-        return bisect_left(self._numbers, start), bisect_left(self._numbers, stop)
-
 
 class DriverForward(ForwardPass):
-    """Runs the user's calls on the first piece, and posts them. Arguments as of `ForwardPass`."""
+    """Runs the user's calls on the first piece, and posts them."""
 
     def __init__(self, *args: Any, board: PieceBoard, forms: CallForms, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -188,7 +175,6 @@ class DriverForward(ForwardPass):
         self.slices: dict[tuple[Tensor, int | None], Cut] = {}
         self.posted: list[PostedCall] = []
         self._forms = forms
-        self._posted: PostedCall | None = None  # the call that is made
         self._unknown: Callable[[], None] | None = None  # says that a call has no form
         self._sources: dict[int, Source] = {}  # what the first piece takes for a given tensor
         self._passed: set[int | None] = set()  # positions whose BACKWARD turn will have ended
@@ -247,7 +233,7 @@ class DriverForward(ForwardPass):
             gradient=torch.is_grad_enabled(),
             autocast=autocast_now(),
             variables=copy_context(),
-            writes=self.writes_within(block),
+            writes=self.user.writes.within(block),
             form=form,
             shadows=shadows,
             begins_segment=self.segments.last.start == len(self.calls),
@@ -417,9 +403,6 @@ class DriverForward(ForwardPass):
             )
         )
 
-    def left_attributes(self) -> Sequence[tuple[nn.Module, str]]:
-        return () if self._posted is None else self._posted.form.left
-
     def run_block(
         self, call: BlockCall, resident: ResidentBlocks, *, take: Swap, given: Given | None = None
     ) -> Outcome:
@@ -474,7 +457,7 @@ class DriverForward(ForwardPass):
             for (tensor, joined), dim in zip(arguments, dims, strict=True)
         ]
         trial = RowTrial(arguments, shadows, dims)
-        writes, name = self.writes_within(block), self._names[block]
+        writes, name = self.user.writes.within(block), self._names[block]
         with (
             self._resident(block, position) as resident,
             resident.undone(block) as buffers,

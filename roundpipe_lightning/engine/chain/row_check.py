@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_lightning.engine.capture.arguments import Copies, Swap
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor, writes_first
 from roundpipe_lightning.engine.capture.torch_functions import (
@@ -36,9 +35,9 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     has_foreign_saved_tensor_hooks,
     nodes_of,
 )
-from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
-from roundpipe_lightning.engine.chain.block_outcome import Given
+from roundpipe_lightning.engine.capture.trees import Copies, Swap, map_tensors, tensors_in
 from roundpipe_lightning.engine.chain.joined import CallForm, JoinedValue, Shadow
+from roundpipe_lightning.engine.chain.values import Given
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.errors import CaptureError
 

@@ -1,10 +1,5 @@
 """Selective recompute: what a block's forward pass keeps so that its recompute need not run again.
 
-```
-FORWARD    q k v ── attention ──▶ out, log-sum-exp ── kept, to the host ──┐
-BACKWARD   q k v ──────────────── the same tensors ◀── back ──────────────┘   the graph is the same
-```
-
 PyTorch's own selective checkpointing keeps them within one autograd graph; here forward and
 recompute are two stages, on two workers perhaps, so the same idea, dispatch modes around the block,
 is kept per call. docs/engine.md says what is kept, and how it travels.
@@ -12,7 +7,6 @@ is kept per call. docs/engine.md says what is kept, and how it travels.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,8 +28,7 @@ _NEEDED_FOR_BACKWARD = "compute_log_sumexp"
 class KeptOutputs:
     """Outputs of some operations of one call of a block, kept from its forward to its recompute.
 
-    Args:
-        names: Names of the operations, such as `aten::_scaled_dot_product_flash_attention`.
+    The operations have names such as `aten::_scaled_dot_product_flash_attention`.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -60,7 +53,12 @@ class KeptOutputs:
         self._entries.clear()
 
         def record(func: Any, args: Any, kwargs: Any) -> Any:
-            result = func(*_for_a_graph(func, args), **kwargs)
+            names = (argument.name for argument in func._schema.arguments)  # noqa: SLF001
+            as_for_a_graph = [
+                True if name == _NEEDED_FOR_BACKWARD else value
+                for name, value in zip(names, args, strict=False)
+            ]
+            result = func(*as_for_a_graph, **kwargs)
             outputs = list(result) if isinstance(result, tuple) else [result]
             self._entries.append(_Entry(func, outputs, _versions(outputs)))
             return result
@@ -157,34 +155,19 @@ def _versions(outputs: Sequence[Any]) -> list[int]:
 
 
 class _Operations(TorchDispatchMode):
-    """Has operations of which outputs are kept run by a function; others run as they are."""
+    """Has operations of which outputs are kept run by a function; others run as they are.
+
+    Also one that draws random numbers: what comes after it draws the same then.
+    """
 
     def __init__(self, names: frozenset[str], run: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names, self._run = names, run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _is_kept(func, self._names, args, kwargs):
-            return self._run(func, args, kwargs)
+        kwargs, schema = kwargs or {}, func._schema  # noqa: SLF001
+        if schema.name in self._names:
+            given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+            if not given.get("dropout_p", 0.0):
+                return self._run(func, args, kwargs)
         return func(*args, **kwargs)
-
-
-def _is_kept(func: Any, names: frozenset[str], args: Any, kwargs: Any) -> bool:
-    """Whether an operation is one of the names, and draws no random numbers.
-
-    One that does would have to draw them again, so that what comes after it draws the same.
-    """
-    schema = func._schema  # noqa: SLF001
-    if schema.name not in names:
-        return False
-    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-    return not given.get("dropout_p", 0.0)
-
-
-def _for_a_graph(func: Any, args: Sequence[Any]) -> list[Any]:
-    arguments = func._schema.arguments  # noqa: SLF001
-    return [
-        True if argument.name == _NEEDED_FOR_BACKWARD else value
-        for argument, value in itertools.zip_longest(arguments[: len(args)], args)
-    ]

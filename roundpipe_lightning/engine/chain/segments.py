@@ -6,9 +6,7 @@ segments   0       1            2
            head    middle       tail, with the fused blocks
 ```
 
-A segment's graph begins at leaves: values of blocks before it, and tensors of earlier segments. It
-runs backward as a whole, when the blocks above it have: what it made and others took has all its
-gradients then, and what it took hands its gradients on.
+A segment's graph begins at leaves; docs/engine.md (cuts) says when it runs backward.
 """
 
 from __future__ import annotations
@@ -37,22 +35,15 @@ USED_ELSEWHERE = (
 
 @dataclass(kw_only=True, eq=False)
 class Segment:
-    """A piece of user code.
+    """A piece of user code."""
 
-    Attributes:
-        start: How many calls were made before it.
-        first_node: Number of its first autograd node.
-        is_fused: Whether it runs in the FUSED stage's turn, whose blocks are part of its graph.
-        is_closed: Whether blocks without a graph have run since: who takes what they made needs a
-            segment of its own.
-        leaves: What stands in it for what it takes.
-    """
-
-    start: int
-    first_node: int
-    is_fused: bool = False
+    start: int  # how many calls were made before it
+    first_node: int  # number of its first autograd node
+    is_fused: bool = False  # whether it runs in the FUSED stage's turn, whose blocks are part of it
+    # whether blocks without a graph have run since: who takes what they made needs a segment of its
+    # own
     is_closed: bool = False
-    leaves: dict[Source, Tensor] = field(default_factory=dict)
+    leaves: dict[Source, Tensor] = field(default_factory=dict)  # what stands for what it takes
 
 
 @dataclass(eq=False)
@@ -77,7 +68,6 @@ class Segments:
         return self._all[number]
 
     def open_next(self) -> None:
-        """Let what follows be a segment of its own."""
         self.number += 1
         self.last = Segment(
             start=len(self.calls),
@@ -104,9 +94,6 @@ class Segments:
         """Return the tensor that the user's code computes with in place of a value.
 
         Where it needs a gradient, the blocks before it and those after it are recomputed apart.
-
-        Raises:
-            CaptureError: If the value was put into an object, or its step has ended.
         """
         self._check_use(value)
         if value.needs_gradient:
@@ -117,11 +104,6 @@ class Segments:
             return self.for_user(value)
 
     def detached(self, value: Value) -> Tensor:
-        """Return a value without a graph.
-
-        Raises:
-            CaptureError: If the value was put into an object, or its step has ended.
-        """
         self._check_use(value)
         with self.user.suspended():
             return self.sources.here(value)
@@ -179,11 +161,7 @@ class Segments:
         return self.sources.leaf(self.last.leaves, tensor)
 
     def check_gradient(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Refuse `torch.autograd.grad` where a part of the graph is in the blocks.
-
-        Raises:
-            CaptureError: If an input is not made by the code after the last block.
-        """
+        """Refuse `torch.autograd.grad` of what the code after the last block has not made."""
         if self.number == 0:
             return
         nodes = set(nodes_of(outputs))
@@ -201,11 +179,7 @@ class Segments:
             )
 
     def check_backward(self, *tensors: Tensor) -> None:
-        """Refuse `backward` where gradients would be lost in blocks, or found by the engine's own.
-
-        Raises:
-            CaptureError: If a part of the graph is in the blocks, or trained parameters get some.
-        """
+        """Refuse `backward` where blocks would miss gradients, or trained parameters get some."""
         nodes = set(nodes_of(tensors))
         trained = self.user.leaves.values() if self.backward else ()
         leaves = (*self.last.leaves.values(), *trained)

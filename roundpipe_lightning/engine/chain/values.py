@@ -1,4 +1,4 @@
-"""Values that pass between blocks, the calls that make them, and their way from turn to turn."""
+"""Runs of blocks, the values that pass between them, and their way from turn to turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.capture.arguments import Copies, Reference, Swap
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import Form, LazyTensor
 from roundpipe_lightning.engine.capture.torch_functions import (
@@ -23,14 +22,8 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     variables_as,
     version_of,
 )
-from roundpipe_lightning.engine.capture.trees import tensors_in
-from roundpipe_lightning.engine.chain.block_outcome import (
-    Given,
-    Outcome,
-    Watched,
-    run_block,
-    works_in_place,
-)
+from roundpipe_lightning.engine.capture.trees import Copies, Reference, Swap, tensors_in
+from roundpipe_lightning.engine.capture.view import View
 from roundpipe_lightning.engine.chain.saved_outputs import (
     ChangedRecomputeWarning,
     KeptOutputs,
@@ -45,14 +38,148 @@ from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.errors import CaptureError
 
 if TYPE_CHECKING:
-    from roundpipe_lightning.engine.chain.joined import JoinedBoundary
+    from roundpipe_lightning.engine.chain.joined import JoinedValue
     from roundpipe_lightning.engine.chain.segments import Segments
+
+Given: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+
+Watched: TypeAlias = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
+"""A context for a block that runs, made from the tensors that it takes."""
 
 WRITTEN_SINCE = (
     "A tensor that block {!r} was given has been written into since: its recompute, or another "
     "piece of the batch, would find other values. Give the block a copy "
     "(`block(x, mask.clone())`), or make a new tensor instead of writing into it."
 )
+
+
+class Outcome:
+    """Outcome of one run of a block: its result, and the writes into its arguments.
+
+    Args:
+        objects: Whether objects in the result are copied, too, not only containers.
+        written: What the block got and wrote into: it is not what the user's code gave it.
+
+    Attributes:
+        tensors: The tensors that the block made, each once, and whether each is inside an object.
+    """
+
+    def __init__(
+        self,
+        result: Any,
+        *,
+        copies: Copies,
+        block_name: str,
+        objects: bool,
+        written: Iterable[Tensor] = (),
+    ) -> None:
+        self._result = result
+        self._objects = objects
+        self._copies = copies  # keeps the identities of what the block got
+        self._originals = copies.originals()
+        for tensor in written:
+            self._originals.pop(id(tensor), None)
+        try:
+            self._changes = list(copies.changes())
+        except KeyError as error:
+            raise CaptureError(
+                f"Block {block_name!r} took {error} out of a container that it was given, which "
+                "its recompute would miss. Let it work on a copy."
+            ) from None
+        self._slots: dict[int, int] = {}
+        self.tensors: list[tuple[Tensor, bool]] = []
+        self._swapped(result, self._number)
+        for change in self._changes:
+            self._swapped(change.value, self._number, in_object=change.in_object)
+
+    def _swapped(self, node: Any, swap: Swap, *, in_object: bool = False) -> Any:
+        if type(node) is Tensor and id(node) not in self._originals:
+            return swap(node, in_object)  # as below, sooner
+        copies = Copies(swap, objects=self._objects, known=self._originals)
+        return copies.copied(node, in_object=in_object)
+
+    def _number(self, tensor: Tensor, in_object: bool) -> Tensor:  # noqa: FBT001 - a `Swap`
+        if id(tensor) not in self._slots:
+            self._slots[id(tensor)] = len(self.tensors)
+            self.tensors.append((tensor, in_object))
+        return tensor
+
+    def handed_out(self, stand_in: Callable[[int, bool], Any]) -> Any:
+        """Return the result and make the changes, with other tensors.
+
+        `stand_in` gives what the user's code gets for a tensor of that number; the flag says that
+        it is inside an object.
+        """
+
+        def swap(tensor: Tensor, in_object: bool) -> Any:  # noqa: FBT001 - a `Swap`
+            return stand_in(self._slots[id(tensor)], in_object)
+
+        for change in self._changes:
+            change.apply(self._swapped(change.value, swap, in_object=change.in_object))
+        return self._swapped(self._result, swap)
+
+
+def works_in_place(block: nn.Module) -> bool:
+    """Return whether a module of a block says of itself that it writes into what it gets."""
+    for module in block.modules():
+        # A module looks for what it does not have for microseconds.
+        own = module.__dict__
+        known = own["_view_of"].__dict__ if isinstance(module, View) else own
+        may_say = "inplace" in own or "inplace" in known or hasattr(type(module), "inplace")
+        if may_say and getattr(module, "inplace", False) is True:
+            return True
+    return False
+
+
+def run_block(
+    block: nn.Module,
+    take: Swap,
+    *,
+    given: Given,
+    watched: Watched,
+    name: str,
+    repeats: bool,
+    writes: bool,
+) -> Outcome:
+    """Run a block on arguments with other tensors inside, `watched` in a context for what it takes.
+
+    It `repeats` if it is to be run again on the same arguments, or has been before. Then it may
+    write into a tensor that it was given only if a module of it `writes` into what it gets.
+    """
+    taken: list[Tensor] = []
+
+    def take_apart(tensor: Any, in_object: bool) -> Any:  # noqa: FBT001 - a `Swap`
+        here = take(tensor, in_object)
+        if isinstance(here, LazyTensor):
+            return here
+        here = here.clone() if writes else here
+        taken.append(here)
+        return here
+
+    copies = Copies(take_apart, objects=repeats)
+    args, kwargs = copies.arguments(given)
+    looked_at = taken if repeats or writes else []
+    # Nobody counts writes into tensors of inference mode: a block that writes may have written.
+    versions = [None if tensor.is_inference() else tensor._version for tensor in looked_at]
+    with watched(taken):
+        result = block(*args, **kwargs)
+    written = [
+        tensor
+        for tensor, version in zip(looked_at, versions, strict=True)
+        if (writes if version is None else tensor._version != version)
+    ]
+    if written and not writes:
+        raise CaptureError(
+            f"Block {name!r} writes into a tensor that it was given, which its recompute "
+            "would find changed. Let it work on a copy (`x = x + ...` instead of `x += ...`), "
+            "or give the module that writes an attribute `inplace = True`."
+        )
+    if not {*map(id, tensors_in(result))}.isdisjoint(map(id, taken)) and any(
+        module._backward_hooks or module._backward_pre_hooks  # noqa: SLF001
+        for module in block.modules()
+    ):
+        written = taken  # with a graph what it hands back is another tensor, for the hooks
+    return Outcome(result, copies=copies, block_name=name, objects=repeats, written=written)
 
 
 class Value(Reference):
@@ -89,7 +216,7 @@ class Value(Reference):
         self.in_object = in_object
         self.segment = call.segment
         self.here = tensor
-        self.host: BoundaryTensor | JoinedBoundary | None = None
+        self.host: BoundaryTensor | JoinedValue | None = None
         self.form = form
         self.is_wanted: Callable[[], bool] = lambda: False
         self._lazy: weakref.ref[LazyTensor] | None = None
@@ -189,49 +316,32 @@ class BlockCall:
             self.inputs.append(source)
         return source
 
+    @contextmanager
     def keeping(
         self, turns: MicrobatchTurns, resident: ResidentBlocks, *, sources: Sources, again: bool
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Keep, while the block runs, what its recompute takes from its forward pass, or give it.
 
         That is what need not run again, and what the block writes over and the recompute reads.
         """
-        if not self.is_recomputed:
-            return nullcontext()
+        worker, kept = turns.worker, self.kept
         if again:
-            return self._replayed(turns, resident)
-        return self._recorded(turns, resident, sources.pack)
-
-    @contextmanager
-    def _recorded(
-        self,
-        turns: MicrobatchTurns,
-        resident: ResidentBlocks,
-        pack: Callable[[Tensor], BoundaryTensor],
-    ) -> Iterator[None]:
-        kept = self.kept
+            before, self._buffers = self._buffers, []
+            taken = [(m, name, None if b is None else b.take(worker)) for m, name, b in before]
+            with resident.restored(taken), kept.replayed(worker) if kept else nullcontext():
+                yield
+            return
         with (
             resident.watched(self.block) as (buffers, attributes),
-            nullcontext() if kept is None else kept.recorded(turns.worker, stays=turns.stays_here),
+            kept.recorded(worker, stays=turns.stays_here) if kept else nullcontext(),
         ):
             yield
-        self._buffers = [(m, name, None if b is None else pack(b)) for m, name, b in buffers]
+        self._buffers = [
+            (m, name, None if b is None else sources.pack(b)) for m, name, b in buffers
+        ]
         self.writes = [*attributes, *self.writes]
 
-    @contextmanager
-    def _replayed(self, turns: MicrobatchTurns, resident: ResidentBlocks) -> Iterator[None]:
-        worker, kept = turns.worker, self.kept
-        buffers, self._buffers = self._buffers, []
-        with (
-            resident.restored(
-                [(m, name, None if b is None else b.take(worker)) for m, name, b in buffers]
-            ),
-            nullcontext() if kept is None else kept.replayed(worker),
-        ):
-            yield
-
     def check(self, outcome: Outcome, device: Device) -> None:
-        """Keep a sample of what the forward pass gave, then compare that of the recompute."""
         if not self.is_recomputed:
             return
         sample = Sample((tensor for tensor, _ in outcome.tensors), device)
@@ -259,7 +369,6 @@ class BlockCall:
         watched: Watched,
         again: bool = False,
     ) -> Outcome:
-        """Run the block; arguments and errors as of `run_block`."""
         once = self.is_recomputed and block.__dict__["_forward_hooks"]
         with self._hooks_once(block, again=again) if once else nullcontext():
             outcome = run_block(
@@ -309,8 +418,7 @@ class BlockCall:
     ) -> Outcome:
         """Run the block on the same arguments, under the same autocast and context variables.
 
-        Raises:
-            CaptureError: If it gives other tensors than the first time, or cannot get the same.
+        A CaptureError says that it gives other tensors than the first time, or cannot get the same.
         """
         if any(version_of(t) != v for t, v in zip(self.arguments, self._versions, strict=True)):
             raise CaptureError(WRITTEN_SINCE.format(self.name))
@@ -345,7 +453,7 @@ class Sources:
 
     def __post_init__(self) -> None:
         self._boundaries: dict[Tensor, BoundaryTensor] = {}
-        self._taken: dict[BoundaryTensor | JoinedBoundary, None] = {}  # in the present turn
+        self._taken: dict[BoundaryTensor | JoinedValue, None] = {}  # in the present turn
         self.gradients: dict[Source, BoundaryTensor] = {}
 
     def here(self, source: Source, *, repeats: bool = False) -> Tensor:
@@ -382,7 +490,7 @@ class Sources:
             keeps = keeps or follower.device.reaches(maker.device)
         return BoundaryTensor(tensor, maker, keeps=keeps)
 
-    def send_ahead(self, boundaries: Iterable[BoundaryTensor | JoinedBoundary]) -> None:
+    def send_ahead(self, boundaries: Iterable[BoundaryTensor | JoinedValue]) -> None:
         """End the turn: send what the next one is likely to take to its worker."""
         worker = self.turns.next_worker
         if worker is not None:

@@ -9,16 +9,9 @@ upload of 1                                       └─ h to worker 1 ●
 turn on worker 1                                                   ○ await, next_block(h)
 ```
 
-The download begins when the turn ends, and the upload as soon as the next worker is known. Both
-run while other microbatches compute. A boundary whose takers are all on devices that reach
-the one that made it goes there by one copy, or none where that is the same device, and not to the
-host as long as there is room:
-
-```
-turn on worker 0    h = block(x) ●
-upload of 1                      └─ h to worker 1 ●
-turn on worker 1                                  ○ await, next_block(h)
-```
+The download begins when the turn ends, and the upload as soon as the next worker is known. A
+boundary whose takers are all on devices that reach the one that made it goes there by one copy, or
+none where that is the same device, and not to the host as long as there is room.
 """
 
 from __future__ import annotations
@@ -74,26 +67,29 @@ class BoundaryTensor:
         if maker is None or maker.device.shares_host_memory:
             self._host = self._here
         elif not keeps:
-            self._offload_to_host()
+            self._to_host()
             self._here = None
 
-    def _offload_to_host(self) -> None:
-        tensor, maker = self._here, self._maker
-        assert tensor is not None, "it is still there"
-        assert maker is not None, "a worker has made it"
-        assert maker.transfers is not None, "the worker moves it"
-        flat = maker.transfers.pool.take(tensor.nbytes).view(tensor.dtype)
-        host = flat.as_strided(tensor.shape, strides_of_copy(tensor))
-        made = self._made or maker.device.mark_event("a boundary is made")
-        self._landed = maker.transfers.downloads.submit(
-            Job(
-                name="a boundary",
-                priority=Priority.BOUNDARY,
-                pieces=[(host, tensor)],
-                after=[made],
+    def _to_host(self) -> Tensor:
+        """Begin its way to the host, unless it is under way; return what will have its values."""
+        if self._host is None:
+            tensor, maker = self._here, self._maker
+            assert tensor is not None, "it is still there"
+            assert maker is not None, "a worker has made it"
+            assert maker.transfers is not None, "the worker moves it"
+            flat = maker.transfers.pool.take(tensor.nbytes).view(tensor.dtype)
+            host = flat.as_strided(tensor.shape, strides_of_copy(tensor))
+            made = self._made or maker.device.mark_event("a boundary is made")
+            self._landed = maker.transfers.downloads.submit(
+                Job(
+                    name="a boundary",
+                    priority=Priority.BOUNDARY,
+                    pieces=[(host, tensor)],
+                    after=[made],
+                )
             )
-        )
-        self._host = host  # now that it will be written
+            self._host = host  # now that it will be written
+        return self._host
 
     def release(self) -> None:
         self._here = self._host = self._arriving = None
@@ -109,28 +105,27 @@ class BoundaryTensor:
         A device without memory, or one that is gone, is not that of the calling thread, whose error
         would name the wrong one: it shows when the worker asks.
         """
-        with contextlib.suppress(RuntimeError):
-            self._send_to(worker)
+        if worker.transfers is not None and not self._is_here(worker):
+            with contextlib.suppress(RuntimeError):
+                self._send(worker, worker.transfers)
 
-    def _send_to(self, worker: TransferEndpoint) -> None:
-        transfers = worker.transfers
-        if transfers is None or self._is_here(worker):
-            return
-        if self._arriving is not None and self._arriving[0] is worker:
-            return
-        source, after = self._source_for(worker)
-        flat = worker.device.empty(torch.Size([source.numel()]), source.dtype)
-        there = flat.as_strided(source.shape, strides_of_copy(source))
-        arrived = transfers.uploads.submit(
-            Job(
-                name="a boundary",
-                priority=Priority.BOUNDARY,
-                pieces=[(there, source)],
-                after=after,
-                is_direct=source is self._here,
+    def _send(self, worker: TransferEndpoint, transfers: WorkerTransfers) -> tuple[Tensor, Event]:
+        """Return what will have its values on a worker, and when."""
+        if self._arriving is None or self._arriving[0] is not worker:
+            source, after = self._source_for(worker)
+            flat = worker.device.empty(torch.Size([source.numel()]), source.dtype)
+            there = flat.as_strided(source.shape, strides_of_copy(source))
+            arrived = transfers.uploads.submit(
+                Job(
+                    name="a boundary",
+                    priority=Priority.BOUNDARY,
+                    pieces=[(there, source)],
+                    after=after,
+                    is_direct=source is self._here,
+                )
             )
-        )
-        self._arriving = (worker, there, arrived)
+            self._arriving = (worker, there, arrived)
+        return self._arriving[1:]
 
     def _is_here(self, worker: TransferEndpoint) -> bool:
         if self._here is None or self._maker is None:
@@ -138,52 +133,34 @@ class BoundaryTensor:
         return worker is self._maker or worker.device.name == self._maker.device.name
 
     def _source_for(self, worker: TransferEndpoint) -> tuple[Tensor, list[Event]]:
-        """Return the source of a copy to a worker, and the events it must wait for."""
         maker = self._maker
         if self._here is not None and maker is not None and worker.device.reaches(maker.device):
             # The compute that has made it is not that of the worker it goes to.
             self._made = self._made or maker.device.mark_event("a boundary is made")
             return self._here, [self._made]
-        if self._host is None:
-            self._offload_to_host()
-        assert self._host is not None, "it has been downloaded"
-        return self._host, [] if self._landed is None else [self._landed]
+        return self._to_host(), [] if self._landed is None else [self._landed]
 
     def on(self, worker: TransferEndpoint | None) -> Tensor:
         """Return the tensor on a worker, or on the host, for compute launched from now on."""
         if worker is not None and self._here is not None and self._is_here(worker):
             return self._here.detach()
-        if worker is None or worker.transfers is None:
-            return self._on_host()
-        self._send_to(worker)
-        assert self._arriving is not None, "it is on its way"
-        (_, there, arrived), self._arriving = self._arriving, None
-        worker.transfers.await_event(arrived, WaitedFor.BOUNDARIES)
-        return there.detach()
-
-    def _on_host(self) -> Tensor:
-        if self._host is None:
-            self._offload_to_host()
-        assert self._host is not None, "it has been downloaded"
+        if worker is not None and worker.transfers is not None:
+            (there, arrived), self._arriving = self._send(worker, worker.transfers), None
+            worker.transfers.await_event(arrived, WaitedFor.BOUNDARIES)
+            return there.detach()
+        host = self._to_host()
         if self._landed is None:
-            return self._host.detach()
+            return host.detach()
         self._landed.wait()
-        return (
-            self._host.clone()
-        )  # others take it from there, and a block may write into what it is given
+        return host.clone()  # others take it from there, and a block may write into what it gets
 
 
 def send_to_host(
     tensor: Tensor, transfers: WorkerTransfers, *, after: Event
 ) -> tuple[Tensor, Event]:
-    """Download a tensor of user code into ordinary host memory.
+    """Download a worker's tensor, without a graph, into ordinary host memory, after it was made.
 
-    Args:
-        tensor: On the worker, without a graph.
-        after: When it has been made.
-
-    Returns:
-        What will have its values, and when.
+    Returns what will have its values, and when.
     """
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
     host = flat.as_strided(tensor.shape, strides_of_copy(tensor))

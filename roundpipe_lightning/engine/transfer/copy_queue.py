@@ -1,20 +1,12 @@
 """Transfer queues: what is copied to and from a worker, in the order in which compute waits for it.
 
-Steps W2 and W6 of docs/design.md.
-
-Each worker has one queue for each direction, and each queue a host thread. A job becomes *ready*
-when what it waits for is done; of the ready ones the most urgent goes first, and among equals the
-one that came first. Jobs are cut into chunks, so that an urgent one overtakes a long one:
+Steps W2 and W6 of docs/design.md; docs/engine.md (queues) says who goes first, and why in chunks.
 
 ```
 submit(weights, 80 MiB)   submit(boundary)
 upload    [ weights 1 ] .. [ weights 4 ][ boundary ][ weights 5 ]
                                         ▲ four chunks were in flight: it could not go earlier
 ```
-
-At most four chunks are in flight on the device: enough to keep the bus busy while the queue's
-thread waits for Python's lock, few enough to be overtaken. A job never blocks the queue by waiting
-on the device, so a copy can wait for compute that waits for a later copy.
 
 A copy that fails ends the step: every job is given up and its event releases who waits. `abort`
 does the same from outside. The queue can be used again after `drain`.
@@ -36,7 +28,9 @@ from torch import Tensor
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event, HostEvent
 
-MOST_IN_FLIGHT = 4  # chunks that a queue has given to its device
+# Chunks that a queue has given to its device: enough to keep the bus busy while the queue's thread
+# waits for Python's lock.
+MOST_IN_FLIGHT = 4
 
 
 class Priority(IntEnum):
@@ -50,29 +44,22 @@ class Priority(IntEnum):
 
 @dataclass(kw_only=True, eq=False)
 class Job:
-    """Copies that belong together.
-
-    Attributes:
-        pieces: Pairs of destination and source; flat ones of bytes are cut into chunks.
-        after: What must be done before the first copy.
-        done: Called in the queue's thread when all is there, before the event is set.
-        is_direct: Whether it comes from another device, without the host.
-        opens: Called in the queue's thread before the first copy; returns the pieces.
-        event: The end of the job. A device may wait for it when the last chunk was issued.
-        num_waits: How much of `after` is not done yet; the queue's.
-        is_over: Whether it has ended, or was given up; the queue's.
-    """
+    """Copies that belong together."""
 
     name: str
     priority: Priority
+    # pairs of destination and source; flat ones of bytes are cut into chunks
     pieces: Sequence[tuple[Tensor, Tensor]]
-    after: Sequence[Event] = ()
+    after: Sequence[Event] = ()  # what must be done before the first copy
+    # called in the queue's thread when all is there, before the event is set
     done: Callable[[], None] | None = None
-    is_direct: bool = False
+    is_direct: bool = False  # whether it comes from another device, without the host
+    # called in the queue's thread before the first copy; returns the pieces
     opens: Callable[[], Sequence[tuple[Tensor, Tensor]]] | None = None
+    # the end of the job. A device may wait for it when the last chunk was issued
     event: HostEvent = field(init=False)
-    num_waits: int = field(init=False)
-    is_over: bool = field(init=False, default=False)
+    num_waits: int = field(init=False)  # how much of `after` is not done yet; the queue's
+    is_over: bool = field(init=False, default=False)  # ended or given up; the queue's
     _chunks: Iterator[tuple[Tensor, Tensor]] | None = field(init=False, default=None)
     _next: tuple[Tensor, Tensor] | None = field(init=False, default=None)
 
@@ -136,8 +123,7 @@ class TransferQueue:
     def submit(self, job: Job) -> Event:
         """Take a job and return the end of it.
 
-        Raises:
-            RuntimeError: The system gives no thread; the job is not taken then.
+        A RuntimeError says that the system gives no thread; the job is not taken then.
         """
         job.num_waits = len(job.after)
         with self._changed:

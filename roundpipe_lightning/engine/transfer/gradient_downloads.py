@@ -1,12 +1,4 @@
-"""Gradients on their way from a worker to the host.
-
-Steps M9 and W6 of docs/design.md.
-
-```
-compute    [ stage run ] gather           [ next stage run ] gather
-download                 [ blocks ][ outside ]
-host                     into page-locked memory             sums, in a thread of their own
-```
+"""Gradients on their way from a worker to the host. Steps M9 and W6 of docs/design.md.
 
 Gradients stay where they land (`PinnedPool`): they are summed there, become `.grad` there, and
 are what the optimizer reads.
@@ -32,7 +24,6 @@ from roundpipe_lightning.engine.store.block_layout import (
     Form,
     Layouts,
     Memory,
-    Place,
     bytes_of,
 )
 from roundpipe_lightning.engine.store.flat_buffers import fills_its_memory
@@ -61,7 +52,12 @@ class HostSums:
 
     def __post_init__(self) -> None:
         total = torch.get_num_threads()
-        self._thread = ThreadPoolExecutor(1, "roundpipe-sums", initializer=_use_few_threads)
+        # Asked there: a thread that was never asked forgets what it is given.
+        self._thread = ThreadPoolExecutor(
+            1,
+            "roundpipe-sums",
+            lambda: torch.set_num_threads(min(_MOST_SUM_THREADS, torch.get_num_threads())),
+        )
         self._thread.submit(int).result()
         self._pending: deque[Future[None]] = deque()
         torch.set_num_threads(total)  # a thread's own number is also that of later threads
@@ -88,10 +84,6 @@ class HostSums:
         self._thread.shutdown()
 
 
-def _use_few_threads() -> None:
-    torch.set_num_threads(min(_MOST_SUM_THREADS, torch.get_num_threads()))
-
-
 class OutsideSums:
     """Gradients of parameters outside the blocks, summed on a device over a round."""
 
@@ -115,10 +107,6 @@ class OutsideSums:
         if rows is None or _FEW * sum(map(len, rows)) > len(parameter):
             return None
         return torch.cat(rows)
-
-
-def _itself(gradient: Tensor) -> Tensor:
-    return gradient
 
 
 def _sparse(
@@ -190,12 +178,7 @@ class GradientDownloads:
     ) -> bool:
         """Gather the gradients of a stage run's leaves, take them from these, and send them.
 
-        Args:
-            blocks: Layouts and leaves of the run's blocks.
-            landed: Given the gradients, when they are on the host.
-
-        Returns:
-            Whether there were any; else nothing will land.
+        `landed` is given them when they are on the host. Returns whether there were any.
         """
         layouts = tuple(layout for layout, _ in blocks)
         layout = self.layouts.of_gradients(layouts)
@@ -204,7 +187,11 @@ class GradientDownloads:
         present = tuple(index for index, gradient in found if gradient is not None)
         if not present:
             return False
-        views = self._views_of(tuple(one.form for one in layouts), layout.places)
+        forms = tuple(one.form for one in layouts)
+        if forms not in self._views:
+            whole = self._memory.bytes_at(0, self._memory.num_bytes)
+            self._views[forms] = tuple(place.within(whole, offset=0) for place in layout.places)
+        views = self._views[forms]
         with torch.no_grad():
             self.device.await_event(self._landed)
             torch._foreach_copy_(
@@ -220,12 +207,6 @@ class GradientDownloads:
             "gradients are gathered", [(flat, gathered)], partial(landed, gradients)
         )
         return True
-
-    def _views_of(self, forms: tuple[Form, ...], places: Sequence[Place]) -> tuple[Tensor, ...]:
-        if forms not in self._views:
-            whole = self._memory.bytes_at(0, self._memory.num_bytes)
-            self._views[forms] = tuple(place.within(whole, offset=0) for place in places)
-        return self._views[forms]
 
     def send_outside(
         self,
@@ -255,7 +236,7 @@ class GradientDownloads:
                         partial(_with_rows, gradient.shape),
                     )
             else:
-                parts, made = [gradient], partial(_itself)
+                parts, made = [gradient], partial(Tensor.detach)
             on_host[parameter] = partial(made, *(self._copied(part, copies) for part in parts))
         self._outside_landed = self._submit(
             "gradients outside the blocks are made",

@@ -1,14 +1,10 @@
 """Sums of gradients on the host, in the order of the microbatches.
 
-Step W7 of docs/design.md.
-
-Floating-point addition is not associative, so a sum that depends on who finished first would make
-the result depend on the number of workers. Contributions that arrive early wait for their turn:
+Step W7 of docs/design.md; docs/engine.md (exactness) says why in this order.
 
     arrives   m=0   m=2 (waits)   m=1          sum  ((g0 + g1) + g2)
 
-This is the order, to the bit, in which a plain loop over the same microbatches accumulates. Sums
-are of the parameter's `grad_dtype`.
+Sums are of the parameter's `grad_dtype`.
 
 A tied embedding gets two gradients from a microbatch: that of the LM head (h) early, that of the
 embedding (e) when the backward pass ends. The plain loop adds (h0 + e0) + (h1 + e1). Whole LM-head
@@ -21,7 +17,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -95,7 +90,6 @@ class FlatGradients:
         return taken
 
     def expanded(self) -> Gradients:
-        """Return the gradients by parameter: views of the buffer."""
         layout = self.layout
         return {
             layout.parameters[index]: layout.places[index].within(self.flat, offset=0)
@@ -122,11 +116,9 @@ class GradientAccumulator:
         self._flat: FlatGradients | None = None  # sums, as long as all contributions are such
 
     def add(self, numbers: Sequence[int], gradients: Gradients | FlatGradients) -> bool:
-        """Add what some contribute together; return whether these were the last missing ones.
+        """Add host tensors, which are taken over; return whether these were the last missing ones.
 
-        Args:
-            numbers: Ascending; a device that sums over a round of microbatches gives several.
-            gradients: Host tensors, which are taken over. May be empty.
+        Several numbers, ascending, contribute together where a device sums over a round.
         """
         with self._lock:
             self._held[numbers[0]] = (numbers, gradients)
@@ -155,32 +147,18 @@ class GradientAccumulator:
 
 
 @dataclass(eq=False)
-class _Held:
-    """Rows of a microbatch's gradient that wait for what is still to come for them."""
-
-    rows: Tensor
-    values: Tensor
-
-
-@dataclass(eq=False)
 class _Microbatch:
-    """What a microbatch has contributed to sums over several uses.
+    """What a microbatch has contributed to sums over several uses."""
 
-    Attributes:
-        num_reserved: Contributions that will come.
-        num_added: Those added, in order.
-        arrived: Those that came before their turn.
-        sums: Of the microbatch alone, not yet taken into the sums over all.
-        left: Rows that later contributions may have, where that is known.
-        held: What waits, of parameters that have been taken into the sums over all.
-    """
-
-    num_reserved: int = 0
-    num_added: int = 0
+    num_reserved: int = 0  # contributions that will come
+    num_added: int = 0  # those added, in order
+    # those that came before their turn
     arrived: dict[int, tuple[Gradients, Rows]] = field(default_factory=dict)
+    # of the microbatch alone, not yet taken into the sums over all
     sums: Gradients = field(default_factory=dict)
-    left: Rows = field(default_factory=dict)
-    held: dict[nn.Parameter, _Held] = field(default_factory=dict)
+    left: Rows = field(default_factory=dict)  # rows that later contributions may have, where known
+    # what waits, of parameters that have been taken into the sums over all: rows, and their values
+    held: dict[nn.Parameter, tuple[Tensor, Tensor]] = field(default_factory=dict)
     is_closed: bool = False
 
     @property
@@ -226,8 +204,8 @@ class SharedGradients:
                 contribution, rows = one.arrived.pop(one.num_added)
                 one.num_added += 1
                 for parameter in contribution.keys() & one.held.keys():
-                    held, late = one.held[parameter], contribution.pop(parameter)
-                    held.values += late[held.rows]
+                    held, values = one.held[parameter]
+                    values += contribution.pop(parameter)[held]
                 known = {p for p in contribution if self._next.get(p, 0) > microbatch}
                 assert not known, "more came than was left"
                 fold(one.sums, contribution)
@@ -253,8 +231,8 @@ class SharedGradients:
             if not one.is_complete:
                 break
             self._num_ended += 1
-            for parameter, held in one.held.items():
-                self.sums[parameter][held.rows] += held.values
+            for parameter, (held, values) in one.held.items():
+                self.sums[parameter][held] += values
             one.held.clear()
         return before < self._num_ended == len(self._microbatches)
 
@@ -268,12 +246,15 @@ class SharedGradients:
             if gradient is None:
                 continue
             del one.sums[parameter]
-            rows = self._waiting_rows(parameter, one)
-            if rows is None:
+            # rows to which something is to be added before this microbatch's
+            waiting = [m.held[parameter][0] for m in self._microbatches if parameter in m.held]
+            waiting += [] if one.is_complete else [one.left[parameter]]
+            if not any(map(len, waiting)):
                 fold(self.sums, {parameter: gradient})
                 continue
+            rows = torch.cat(waiting).unique()
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            one.held[parameter] = _Held(rows, gradient[rows])
+            one.held[parameter] = rows, gradient[rows]
             if parameter not in self.sums:
                 self.sums[parameter] = gradient
                 gradient[rows] = 0
@@ -281,13 +262,6 @@ class SharedGradients:
             before = self.sums[parameter][rows]
             self.sums[parameter] += gradient
             self.sums[parameter][rows] = before
-
-    def _waiting_rows(self, parameter: nn.Parameter, one: _Microbatch) -> Tensor | None:
-        """Return rows to which something is to be added before this microbatch's; None: none."""
-        earlier = [m.held[parameter].rows for m in self._microbatches if parameter in m.held]
-        mine = [] if one.is_complete else [one.left[parameter]]
-        rows = torch.cat([*earlier, *mine]) if earlier or mine else None
-        return None if rows is None or not len(rows) else rows.unique()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -359,23 +333,19 @@ class GradientReducer:
             with self._lock:
                 self._elsewhere.update(parameters)
 
-    def add_shared(self, microbatch: int, gradients: Gradients) -> None:
-        self.reserve_shared(microbatch)(gradients)
-
     def reserve_shared(self, microbatch: int) -> AddShared:
         """Reserve a place in the order of such gradients; return what takes them, in any thread.
 
         It is called with the gradients, and perhaps with what `SharedGradients.add` calls `left`.
         """
-        return partial(self._add_shared, microbatch, self._shared.reserve(microbatch))
+        number = self._shared.reserve(microbatch)
 
-    def _add_shared(
-        self, microbatch: int, number: int, gradients: Gradients, left: Rows | None = None
-    ) -> None:
-        gradients = in_their_dtype(gradients)
-        assert self._taken.isdisjoint(gradients), "who has uses elsewhere is not taken"
-        if self._shared.add(microbatch, number, gradients, left):
-            self._open.count()
+        def add(gradients: Gradients, left: Rows | None = None) -> None:
+            assert self._taken.isdisjoint(gradients), "who has uses elsewhere is not taken"
+            if self._shared.add(microbatch, number, in_their_dtype(gradients), left):
+                self._open.count()
+
+        return add
 
     def close_microbatch(self, microbatch: int) -> None:
         if self._shared.close(microbatch):

@@ -1,9 +1,6 @@
 """The weights that a worker computes with: uploaded ahead, into memory that is free by then.
 
-Steps W2, W3 and W5 of docs/design.md.
-
-A *stage run* is a run of actions of one stage on one worker. With two slots for the weights of its
-blocks:
+Steps W2, W3 and W5 of docs/design.md. With two slots for the weights of a stage run's blocks:
 
 ```
 compute   [ run 0       ][ run 1         ][ run 2
@@ -15,10 +12,8 @@ With one slot the upload of run 1 begins when run 0 has ended. Blocks that stay 
 first run of a step, because it has changed since the last one.
 
 Parameters of user code outside the blocks (embedding, norm, LM head) go with the stage run in which
-that code asks for them. The engine learns this from each step: in the next one they are uploaded
-while the run before computes, and what was not expected when it is asked for. What the first run
-needs before its blocks goes before their weights. They stay until the step ends, and as long as a
-step that overlaps it needs them.
+that code asked for them in the step before, or when they are asked for. They stay until the step
+ends, and as long as a step that overlaps it needs them.
 """
 
 from __future__ import annotations
@@ -101,10 +96,7 @@ class _Resident:
 
 
 class OutsideUses:
-    """Parameters that user code asks for, by stage; all workers share the record.
-
-    A step learns for the next one, whichever worker runs a stage then.
-    """
+    """Parameters that user code asks for, by stage, for the next step; of all workers."""
 
     def __init__(self) -> None:
         self._expected: dict[Stage, Mapping[nn.Parameter, bool]] = {}
@@ -183,9 +175,21 @@ class WeightPrefetcher:
     def prepare(
         self, runs: Iterable[StageRun], *, num_slots: int, resident: Sequence[nn.Module] = ()
     ) -> None:
-        """Make room for some stage runs, of which `num_slots` have their weights here at once."""
+        """Make room for stage runs, of which `num_slots` have their weights here at once.
+
+        Blocks that stay have memory of their own.
+        """
         self._regions.clear()
-        self._prepare_residents(resident)
+        for block, present in list(self._residents.items()):
+            if block not in resident or present.region.layout is not self.layouts.of(block):
+                present.region.memory.clear()
+                del self._residents[block]
+        for block in resident:
+            if block not in self._residents:
+                layout = self.layouts.of(block)
+                memory = Memory(self.device, name=f"{self.names[block]} on {self.worker}")
+                memory.grow(layout.form.num_bytes)
+                self._residents[block] = _Resident(Region(memory=memory, offset=0, layout=layout))
         largest = max((self._slot_bytes(run.blocks) for run in runs), default=0)
         while len(self._slots) > num_slots:
             self._slots.pop().clear()
@@ -197,19 +201,6 @@ class WeightPrefetcher:
     def _slot_bytes(self, blocks: Iterable[nn.Module]) -> int:
         moving = (block for block in blocks if block not in self._residents)
         return region_bytes([self.layouts.of(block).form.num_bytes for block in moving])
-
-    def _prepare_residents(self, blocks: Sequence[nn.Module]) -> None:
-        """Give memory of their own to the blocks that stay, and take it from others."""
-        for block, resident in list(self._residents.items()):
-            if block not in blocks or resident.region.layout is not self.layouts.of(block):
-                resident.region.memory.clear()
-                del self._residents[block]
-        for block in blocks:
-            if block not in self._residents:
-                layout = self.layouts.of(block)
-                memory = Memory(self.device, name=f"{self.names[block]} on {self.worker}")
-                memory.grow(layout.form.num_bytes)
-                self._residents[block] = _Resident(Region(memory=memory, offset=0, layout=layout))
 
     @property
     def _memories(self) -> list[Memory]:
@@ -236,10 +227,8 @@ class WeightPrefetcher:
     def begin_step(self, runs: Sequence[StageRun], *, is_planned: bool = True) -> None:
         """Begin the uploads of a step's first run.
 
-        Args:
-            runs: The worker's, in order.
-            is_planned: Whether they come in that order, and the step is one to learn from. Else
-                each block is uploaded when its run is acquired.
+        Unless its runs come in the order that `is_planned`, to learn from, each block is uploaded
+        when its run is acquired.
         """
         with self._lock:
             if self._was_given_up:  # its uploads are over; what it computed may go on
@@ -268,20 +257,16 @@ class WeightPrefetcher:
     def _planned(self, runs: Iterable[StageRun]) -> list[_Planned]:
         return [_Planned(run=run, versions=self._versions, step=self._step) for run in runs]
 
-    @property
-    def can_change(self) -> bool:
-        """Whether a step may be given other values before the one before it has ended."""
-        return not any(resident.is_trained for resident in self._residents.values())
-
-    def has_room_for(self, runs: Iterable[StageRun]) -> bool:
+    def can_overlap(self, runs: Iterable[StageRun]) -> bool:
+        """Whether there is room for a step's runs, and what stays need not change before them."""
+        changes = self._versions is not self.store.versions
+        if changes and any(resident.is_trained for resident in self._residents.values()):
+            return False
         room = min((slot.num_bytes for slot in self._slots), default=0)
         return all(self._slot_bytes(run.blocks) <= room for run in runs)
 
     def begin_overlapped(self, runs: Sequence[StageRun]) -> None:
-        """Begin the uploads of a step while the one before it may still run.
-
-        There is room for them, and what stays need not change before them.
-        """
+        """Begin the uploads of a step while the one before it may still run; see `can_overlap`."""
         with self._lock:
             self._versions, self._step = self.store.versions, self._step + 1
             over = self._number - self._number % len(self._slots)  # each goes on with its slot
@@ -304,8 +289,7 @@ class WeightPrefetcher:
     def end_step(self, *, failed: bool = False) -> None:
         """Forget the runs of all steps. An evaluation has not released its last ones.
 
-        Args:
-            failed: Whether uploads may have been given up: what stays is then uploaded anew.
+        After a failure uploads may have been given up: what stays is then uploaded anew.
         """
         with self._lock:
             self._was_given_up = failed
@@ -377,26 +361,21 @@ class WeightPrefetcher:
     def _placed(self, run: StageRun, number: int, versions: WeightVersions) -> StageWeights:
         """Choose where the blocks of a run lie; runs take turns with the slots."""
         number %= len(self._slots)
-        regions = self._regions.get((run, number))
-        if regions is None:
-            regions = self._newly_placed(run, self._slots[number])
+        if (run, number) not in self._regions:
+            slot, end = self._slots[number], 0
+            regions: dict[nn.Module, Region] = {}
+            for block in run.blocks:
+                if block in self._residents:
+                    regions[block] = self._residents[block].region
+                    continue
+                layout = self.layouts.of(block)
+                regions[block] = Region(memory=slot, offset=end, layout=layout)
+                end += region_bytes([layout.form.num_bytes])
+            if end > slot.num_bytes:
+                self._regions.clear()
+                slot.grow(end)
             self._regions[run, number] = regions
-        return StageWeights(run=run, regions=regions, versions=versions)
-
-    def _newly_placed(self, run: StageRun, slot: Memory) -> Mapping[nn.Module, Region]:
-        regions: dict[nn.Module, Region] = {}
-        end = 0
-        for block in run.blocks:
-            if block in self._residents:
-                regions[block] = self._residents[block].region
-                continue
-            layout = self.layouts.of(block)
-            regions[block] = Region(memory=slot, offset=end, layout=layout)
-            end += region_bytes([layout.form.num_bytes])
-        if end > slot.num_bytes:
-            self._regions.clear()
-            slot.grow(end)
-        return regions
+        return StageWeights(run=run, regions=self._regions[run, number], versions=versions)
 
     # ------------------------------------------------------------------------------------ uploads
 

@@ -1,18 +1,12 @@
 """Transfers between host and workers: queues, memory for weights, staging for gradients.
 
-```
-begin ── uploads of first runs ── microbatches compute ── finish: what is in flight lands ── end
-                                        │ a copy fails, or user code does
-                                        └▶ abort: waiters are released ── what is in flight lands
-```
-
 Memory is made between steps and nowhere else, and all of it is given back by `close`. Workers that
 compute in host memory move nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
@@ -25,11 +19,10 @@ from torch import nn
 from roundpipe_lightning.engine.device.base import CopyQueue, Device
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.device.host_memory import PinnedPool, return_freed_memory
-from roundpipe_lightning.engine.store.block_layout import BlockLayout, Layouts
+from roundpipe_lightning.engine.store.block_layout import Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import TransferQueue
 from roundpipe_lightning.engine.transfer.gradient_downloads import GradientDownloads, HostSums
-from roundpipe_lightning.engine.transfer.gradient_reduce import FlatGradients, GradientReducer
 from roundpipe_lightning.engine.transfer.weight_prefetch import (
     OutsideUses,
     StageRun,
@@ -131,7 +124,9 @@ class WorkerTransfers:
     def begin_step(self, step: WorkerRuns, *, is_planned: bool = True) -> None:
         """Make room, and begin the uploads of the first stage run; see `WeightPrefetcher`."""
         if self._prepared != (step, self.layouts.version):
-            self._prepare(step)
+            runs = (*step.runs, *step.room_for)
+            self.weights.prepare(runs, num_slots=step.num_slots, resident=step.resident)
+            self.gradients.prepare(self._gradient_bytes(runs))
             self._prepared = (step, self.layouts.version)
         self._waits.clear()
         self._ended.clear()
@@ -145,17 +140,12 @@ class WorkerTransfers:
         present = self._prepared[0]
         return (
             (step.num_slots, step.resident) == (present.num_slots, present.resident)
-            and self.weights.has_room_for(step.runs)
+            and self.weights.can_overlap(step.runs)
             and self._gradient_bytes(step.runs) <= self.gradients.num_bytes
         )
 
     def end_turns(self, step: object) -> None:
         self._ended[step], self._waits = self._waits, []
-
-    def _prepare(self, step: WorkerRuns) -> None:
-        runs = (*step.runs, *step.room_for)
-        self.weights.prepare(runs, num_slots=step.num_slots, resident=step.resident)
-        self.gradients.prepare(self._gradient_bytes(runs))
 
     def _gradient_bytes(self, runs: Iterable[StageRun]) -> int:
         return max(
@@ -175,34 +165,6 @@ class WorkerTransfers:
         before = self.device.mark()
         self.device.await_event(event)
         self._waits.append((reason, before, self.device.mark()))
-
-    def send_gradients(
-        self,
-        stage: int,
-        blocks: Sequence[tuple[BlockLayout, Sequence[nn.Parameter]]],
-        *,
-        microbatches: Sequence[int],
-        reducer: GradientReducer,
-        last: int,
-        shared: Sequence[Set[nn.Parameter]],
-    ) -> None:
-        """Send the gradients of a stage run's leaves to the reducer.
-
-        They are of some microbatches, of which the `last` ends the run. Those of `shared`
-        parameters, which have others, too, are summed per microbatch first.
-        """
-        several = {p for layout, _ in blocks for known in shared for p in layout.trained & known}
-        add_reserved = reducer.reserve_shared(last) if several else None
-
-        def landed(gradients: FlatGradients) -> None:
-            if add_reserved is not None:
-                add_reserved(gradients.take(several))
-            reducer.add_stage(stage, microbatches, gradients)
-
-        if not self.gradients.send_run(blocks, landed=landed):
-            if add_reserved is not None:
-                add_reserved({})
-            reducer.add_stage(stage, microbatches, {})
 
     @property
     def num_bytes(self) -> int:
@@ -233,8 +195,7 @@ class WorkerTransfers:
     def traffic(self, step: object) -> WorkerTraffic:
         """Return the traffic since the step began; after the device was synchronized.
 
-        Args:
-            step: The step. Of one that follows another the bytes are counted from the end of that.
+        Of a step that follows another the bytes are counted from the end of that.
         """
         seconds = dict.fromkeys(WaitedFor, 0.0)
         waits = []
@@ -262,11 +223,7 @@ class WorkerTransfers:
 
 
 class Transfers:
-    """Everything that moves between the host and the workers, one per device.
-
-    Attributes:
-        transfers: One per worker; None for those that compute in host memory.
-    """
+    """Everything that moves between host and workers; `transfers` has None for CPU workers."""
 
     def __init__(
         self, store: HostStore, *, devices: Sequence[Device], names: Mapping[nn.Module, str]
@@ -279,7 +236,6 @@ class Transfers:
         self._sums = HostSums(self._pool, on_failure=self._failed)
         self._uses = OutsideUses()
         self._error: tuple[BaseException, str] | None = None
-        self._versions = store.versions  # that of the last step
         self._on_failure: Callable[[], None] = _do_nothing
         self._trimmed_seconds = 0.0
         self.transfers: tuple[WorkerTransfers | None, ...] = tuple(
@@ -318,7 +274,6 @@ class Transfers:
         """
         self._error, self._on_failure = None, on_failure
         self._store.is_given_up = False
-        self._versions = self._store.versions
         if not self._moving:
             return
         with torch.inference_mode(mode=False):  # what is made here outlives an evaluation
@@ -339,9 +294,6 @@ class Transfers:
     def can_overlap(self, steps: Sequence[WorkerRuns]) -> bool:
         """Return whether a step can begin while one runs: memory and layouts stay as they are."""
         pairs, copies = zip(steps, self.transfers, strict=True), self._store.copies
-        changes = self._versions is not self._store.versions
-        if changes and not all(one.weights.can_change for one in self._moving):
-            return False
         return not self._moving or (
             (copies is None or copies.are_cast)
             and all(map(self._layouts.is_renewed, self._blocks))
@@ -349,7 +301,6 @@ class Transfers:
         )
 
     def begin_overlapped(self, steps: Sequence[WorkerRuns]) -> None:
-        self._versions = self._store.versions
         self._uses.begin_overlapped()
         for step, transfers in zip(steps, self.transfers, strict=True):
             if transfers is not None:
@@ -383,12 +334,8 @@ class Transfers:
         """Wait for what is in flight. A copy that failed is raised by others; see `take_error`.
 
         Args:
-            timeout_seconds: How long at most.
             is_alone: Whether to wait for all copies: there is no other step in flight.
             landed: Waits so many seconds for gradients, and returns whether all have been added.
-
-        Raises:
-            WatchdogError: If it takes longer than this.
         """
         deadline = monotonic() + timeout_seconds
         for is_over in (*(one.drain for one in self._moving if is_alone), landed):

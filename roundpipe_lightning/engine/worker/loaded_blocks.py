@@ -87,10 +87,7 @@ class PlacedBuffers:
         """Bring buffers that changed here to the host, and those that were assigned anew.
 
         `owner_of` says where an assigned tensor is, if it may be elsewhere than here. Returns
-        whether there was anything to bring.
-
-        Raises:
-            StepModeError: There was, and it is refused.
+        whether there was anything to bring; a StepModeError where that is refused.
         """
         if not self.keep_writes:
             return False
@@ -227,7 +224,6 @@ class ResidentBlocks:
             self.device.await_event if self.await_upload is None else self.await_upload
         )
         self.num_bytes = 0
-        self._blocks: set[nn.Module] = set()
         self._microbatches: list[int] = []
         self._leaves: dict[nn.Parameter, nn.Parameter] = {}
         self._renewed: dict[nn.Parameter, int] = {}  # by `HostStore.rewritten`
@@ -253,8 +249,7 @@ class ResidentBlocks:
         (side_outputs.py).
         """
         for block in blocks:
-            if block not in self._blocks:
-                self._blocks.add(block)
+            if block not in self._buffered:
                 if self.weights is None:
                     for parameter, value in self.store.upload_block(block, self.device).items():
                         self._add_leaf(parameter, value)
@@ -333,7 +328,8 @@ class ResidentBlocks:
     def _write(self, module: nn.Module, name: str, value: Any) -> None:
         self._writes.append((module, name, value))
         if self.kind is not StageKind.BACKWARD:  # a recompute's writes are an echo
-            self._overwritten.append((module, name, _attribute(module, name)))
+            of_class = getattr(type(module), name, DELETED)
+            self._overwritten.append((module, name, module.__dict__.get(name, of_class)))
             write_through(module, name, value)
 
     def take_writes(self) -> list[tuple[nn.Module, str, Any]]:
@@ -430,14 +426,13 @@ class ResidentBlocks:
             if block in self._placed
         ]
 
-    def take_gradients(self) -> tuple[Sequence[int], Gradients]:
-        """Download what the leaves have accumulated, and for which microbatches."""
+    def take_gradients(self) -> Gradients:
         found: Gradients = {}
         for parameter, leaf in self._leaves.items():
             if leaf.grad is not None:
                 found[parameter] = self.device.download(leaf.grad)
                 leaf.grad = None
-        return self.take_microbatches(), found
+        return found
 
     def close(self) -> None:
         """Break the circles between views and their maker, so that memory is free at once."""
@@ -447,12 +442,7 @@ class ResidentBlocks:
                 leaf.grad = None
         self._leaves.clear()
         self._placed.clear()
-        self._blocks.clear()
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    found = module.__dict__.get(name, DELETED)
-    return getattr(type(module), name, DELETED) if found is DELETED else found
+        self._buffered.clear()
 
 
 def _buffers(view: nn.Module) -> LazyTable[Any]:

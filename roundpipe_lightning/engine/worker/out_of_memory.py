@@ -1,8 +1,7 @@
 """A device without memory: what held it, where, and which settings would have needed less.
 
-What a device's allocator says ("tried to allocate 512 MiB") does not help somebody who has never
-chosen the stages. While the failed action's tensors are still alive, its thread puts together what
-is known about them, and raises that, with the allocator's error as its cause:
+While the failed action's tensors are still alive, its thread puts together what is known about
+them, and raises that, with the allocator's error as its cause:
 
 ```
 block ── torch.OutOfMemoryError ──▶ memory_explained ──▶ DeviceMemoryError ──▶ the step stops, once
@@ -64,11 +63,20 @@ class Shortage:
         self.workers_on_device = sum(w.device.name == self.device.name for w in self.workers)
 
     def explain(self, error: BaseException) -> str:
-        """Return a text: the error, the memory by kind, and settings that need less."""
         total, parts = self._memory()
+        text = str(error).strip()
+        is_host = "can't allocate memory" in text or isinstance(error, MemoryError)
+        # the words by which Lightning's batch-size scaler knows such an error
+        kind = (
+            "Out of host memory (DefaultCPUAllocator: can't allocate memory)"
+            if is_host
+            else "Out of device memory (CUDA out of memory)"
+        )
+        said = ". ".join(text.partition("\n")[0].split(". ")[:2]).rstrip(".")
+        said = f"The allocator says: {said}." if said else "The allocator says nothing more."
         has = "held, as counted by the worker:"
         lines = [
-            f"{_in_lightnings_words(error)} in {self.place}. {_first_sentences(error)}",
+            f"{kind} in {self.place}. {said}",
             f"{self.device.name} {has if total is None else f'has {total / _GIB:.2f} GiB:'}",
             *(f"  {max(0, num_bytes) / _GIB:8.2f} GiB {name}" for name, num_bytes in parts.items()),
             *(["  (activations are not counted on this device)"] if total is None else []),
@@ -144,29 +152,11 @@ def _other_remedies(total: int | None, parts: Mapping[str, int]) -> Iterator[str
     )
 
 
-def _in_lightnings_words(error: BaseException) -> str:
-    """The words by which Lightning's batch-size scaler knows such an error."""
-    text = str(error)
-    if "can't allocate memory" in text or isinstance(error, MemoryError):
-        return "Out of host memory (DefaultCPUAllocator: can't allocate memory)"
-    return "Out of device memory (CUDA out of memory)"
-
-
-def _first_sentences(error: BaseException) -> str:
-    sentences = str(error).strip().splitlines()[0].split(". ") if str(error).strip() else []
-    said = ". ".join(sentences[:2]).rstrip(".")
-    return f"The allocator says: {said}." if said else "The allocator says nothing more."
-
-
 @contextmanager
 def memory_explained(shortage: Callable[[], Shortage]) -> Iterator[None]:
-    """Turn a device's lack of memory in the body into an error that explains it.
+    """Turn a device's lack of memory in the body into a DeviceMemoryError that explains it.
 
-    Args:
-        shortage: Describes the moment; called while the body's tensors are alive.
-
-    Raises:
-        DeviceMemoryError: The body ran out of memory; its error is the cause.
+    The `shortage` describes the moment, while the body's tensors are alive.
     """
     try:
         yield

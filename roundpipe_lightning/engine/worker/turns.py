@@ -1,20 +1,15 @@
 """Turns: the schedule as gates that host threads pass.
 
-Step M2 of docs/design.md.
-
-Every action of a step has a gate. It opens when the action before it on the same worker and
-everything in `dependencies()` have ended; whoever waits in `begin` then owns the worker until
-`end`:
+Step M2 of docs/design.md. A gate opens when the action before it on the same worker and everything
+in `dependencies()` have ended; whoever waits in `begin` then owns the worker until `end`:
 
 ```
 thread of microbatch 0     begin(F0.0) ... end        begin(F1.0) ... end
 thread of microbatch 1         begin(F0.1) waits ────────┘  (worker 0 is free) ... end
 ```
 
-One gate, one waiter: nobody is woken in vain. A gate is a lock that is held until it opens.
-
-A step may begin while the one before it still runs: each worker's first action then waits for the
-end of its last action there, too.
+One gate, one waiter: nobody is woken in vain. A gate is a lock that is held until it opens. Each
+worker's first action of a step waits for its last one of the step before, which may still run.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from torch import nn
 
 from roundpipe_lightning.engine.capture.view import ViewClasses
 from roundpipe_lightning.engine.device.events import Event, StepAborted
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer, Gradients
+from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.worker.worker import Worker
 from roundpipe_lightning.planning.report.step_record import StepProgress
 from roundpipe_lightning.planning.schedule.plan import Plan
@@ -56,21 +51,21 @@ class TurnGraph:
 
     @classmethod
     def from_plan(cls, plan: Plan) -> TurnGraph:
-        waits: dict[ActionKey, set[ActionKey]] = {}
+        num_waits: dict[ActionKey, int] = {}
+        opens: dict[ActionKey, list[ActionKey]] = {action.key: [] for action in plan.schedule}
         ends_run: set[ActionKey] = set()
         for actions in plan.schedule.workers:
-            for position, action in enumerate(actions):
+            for before, action, after in zip(
+                (None, *actions), actions, (*actions[1:], None), strict=False
+            ):
                 needed = {d.key for d in dependencies(action.key, plan.partition)}
-                if position:
-                    needed.add(actions[position - 1].key)
-                waits[action.key] = needed
-                following = actions[position + 1 : position + 2]
-                if not any((a.kind, a.stage) == (action.kind, action.stage) for a in following):
+                if before is not None:
+                    needed.add(before.key)
+                num_waits[action.key] = len(needed)
+                for source in needed:
+                    opens[source].append(action.key)
+                if after is None or (after.kind, after.stage) != (action.kind, action.stage):
                     ends_run.add(action.key)
-        opens: dict[ActionKey, list[ActionKey]] = {key: [] for key in waits}
-        for key, needed in waits.items():
-            for source in needed:
-                opens[source].append(key)
         actions_by_key = {action.key: action for action in plan.schedule}
         stages = plan.partition.stages()
         paths = tuple(
@@ -81,7 +76,7 @@ class TurnGraph:
         return cls(
             plan=plan,
             actions=actions_by_key,
-            num_waits={key: len(needed) for key, needed in waits.items()},
+            num_waits=num_waits,
             opens={key: tuple(keys) for key, keys in opens.items()},
             paths=paths,
             ends_run=frozenset(ends_run),
@@ -127,9 +122,12 @@ class Turns:
 
     def _worker_is_free(self, key: ActionKey) -> None:
         with self._mutex:
-            self._left[key] -= 1
-            if not self._left[key] and not self.is_aborted:
-                self._gates[key].release()
+            self._count_down(key)
+
+    def _count_down(self, key: ActionKey) -> None:
+        self._left[key] -= 1
+        if not (self._left[key] or self.is_aborted):
+            self._gates[key].release()
 
     def call_at_end(self, key: ActionKey, callback: Callable[[], None]) -> None:
         with self._mutex:
@@ -153,9 +151,7 @@ class Turns:
             if self.is_aborted:
                 return
             for key in self.graph.opens[action.key]:
-                self._left[key] -= 1
-                if not self._left[key]:
-                    self._gates[key].release()
+                self._count_down(key)
             callbacks = self._callbacks.pop(action.key, ())
         for callback in callbacks:
             callback()
@@ -352,19 +348,12 @@ class MicrobatchTurns:
             self.deactivate()
             self.worker = own
 
-    def add_gradients(self, gradients: Gradients) -> None:
-        self.reducer.add_shared(self.index, gradients)
-
     def deactivate(self) -> None:
         if self._activation is not None:
             self._activation.__exit__(None, None, None)
             self._activation = None
 
     def check_not_aborted(self) -> None:
-        """Leave what the next step may be using already alone, when user code returns too late.
-
-        Raises:
-            StepAborted: If the step was given up.
-        """
+        """Leave what the next step may be using already alone, when user code returns too late."""
         if self.turns.is_aborted:
             raise StepAborted

@@ -1,15 +1,11 @@
 """User code outside the blocks: run on a view, on whichever worker has the turn.
 
 The head segment runs on one worker and the tail segment on another, but the user's code is one
-function that was written for one device. `UserCode` makes this invisible:
-
-- Parameters and buffers of the view are placed where the code runs when the code asks for them.
-- A tensor made on an earlier worker (labels, masks) is brought to the present one by the operation
-  that uses it, differentiably. An in-place operation goes to where its target is instead.
-- A master parameter that reaches an operation past the view (kept in a list, say) is replaced by
-  its leaf, so that its gradient is not lost.
-- `self.device` is the present worker's.
-- Random numbers come from the microbatch's own stream.
+function that was written for one device. Parameters and buffers of the view are placed where the
+code runs when it asks for them. A tensor made on an earlier worker is brought by the operation that
+uses it, differentiably; an in-place operation goes to where its target is instead. A master that
+reaches an operation past the view (kept in a list, say) is replaced by its leaf, so that its
+gradient is not lost.
 """
 
 from __future__ import annotations
@@ -160,14 +156,16 @@ class UserCode(TorchFunctionMode):
         return self._leaf(parameter) if id(parameter) in self._masters else parameter
 
     def _buffer(self, buffer: Tensor) -> Tensor:
+        with self.suspended(), untransformed():
+            return self._present_buffers().place(buffer)
+
+    def _present_buffers(self) -> PlacedBuffers:
         worker = self.worker()
         if worker.index not in self._buffers:
-            self._buffers[worker.index] = self._new_buffers(worker)
-        with self.suspended(), untransformed():
-            return self._buffers[worker.index].place(buffer)
-
-    def _new_buffers(self, worker: Worker) -> PlacedBuffers:
-        return PlacedBuffers(worker.device, keep_writes=True, refuses=self.refuses_writes)
+            self._buffers[worker.index] = PlacedBuffers(
+                worker.device, keep_writes=True, refuses=self.refuses_writes
+            )
+        return self._buffers[worker.index]
 
     @property
     def refuses_writes(self) -> bool:
@@ -175,14 +173,8 @@ class UserCode(TorchFunctionMode):
         return self.may_write is False
 
     def write_buffers_back(self) -> bool:
-        """Bring to the host what user code wrote into buffers; called at the end of its turn.
-
-        Returns:
-            Whether it wrote into any.
-        """
-        worker = self.worker()
-        placed = self._buffers.get(worker.index) or self._new_buffers(worker)
-        return placed.write_back(self.maker.made, owner_of=self.owner_of)
+        """Bring to the host what user code wrote into buffers, if any; at the end of its turn."""
+        return self._present_buffers().write_back(self.maker.made, owner_of=self.owner_of)
 
     def check_call(self, block: nn.Module, name: str) -> None:
         """Raise a CaptureError if something is around the call of a block that misses it."""
@@ -204,9 +196,8 @@ class UserCode(TorchFunctionMode):
     def check_kept(self) -> None:
         """Raise if the code has changed what later steps would not know of.
 
-        Raises:
-            ConfigurationError: It has made something trainable, whose gradient would be missing, or
-                has replaced modules or parameters.
+        It has made something trainable, whose gradient would be missing, or has replaced modules or
+        parameters.
         """
         for module, view in self.maker.made.items():
             tables = view.__dict__["_modules"], view.__dict__["_parameters"]
@@ -229,8 +220,7 @@ class UserCode(TorchFunctionMode):
     def write_parameters_back(self) -> None:
         """Write what the code outside the blocks has written into parameters into the masters.
 
-        Raises:
-            ConfigurationError: If it may not, or the optimizer's step is still being made.
+        It is refused where it may not, or the optimizer's step is still being made.
         """
         if not self._parameter_writes.may_be_any:
             return
@@ -396,9 +386,7 @@ class UserCode(TorchFunctionMode):
             self.side_outputs.observe(result)
         return result
 
-    def _outside_blocks(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def _outside_blocks(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         name = name_of(func)
         if name in QUESTIONS:
             if name == "backward":
@@ -431,13 +419,7 @@ class UserCode(TorchFunctionMode):
         answer = NotImplemented if self.outside is None else self.outside(func, args, kwargs)
         return answer, args, kwargs
 
-    def _cut_off(
-        self,
-        cut: Callable[[Tensor], Tensor],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _cut_off(self, cut: Callable[[Tensor], Tensor], name: str, args: Any, kwargs: Any) -> Any:
         """Put leaves in for tensors of earlier segments, but for one that is written into."""
         written = args[0] if args and writes_first(name) else kwargs.get("out")
         # A lazy tensor may begin a segment, which makes the other tensors those of an earlier one.
@@ -446,10 +428,9 @@ class UserCode(TorchFunctionMode):
             for x in tensors_in((args, kwargs))
             if isinstance(x, LazyTensor) and x is not written
         }
-        found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
+        return map_tensors(
             lambda x: lazy[x] if x in lazy else x if x is written else cut(x), (args, kwargs)
         )
-        return found
 
     def _with_whole_values(
         self, func: Any, args: Any, kwargs: Any, rounded: RoundedLeaves
@@ -496,13 +477,8 @@ class UserCode(TorchFunctionMode):
         return _replaced(value, self._leaf_for) if isinstance(value, (list, tuple)) else value
 
     def _brought_together(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        leaf: Callable[[Any], Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, name: str, args: Any, kwargs: Any, *, leaf: Callable[[Any], Any]
+    ) -> Any:
         """Bring the tensors among the arguments to one device, if they are on several.
 
         Where all are on an earlier worker they stay: a view of a straggler must remain one, so that
@@ -517,10 +493,9 @@ class UserCode(TorchFunctionMode):
                 places.add(owner.torch_device)
             return value
 
-        found: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(stand_in, (args, kwargs))
+        args, kwargs = map_tensors(stand_in, (args, kwargs))
         if len(places) < 2:
-            return found
-        args, kwargs = found
+            return args, kwargs
         target = self.worker().device
         stays = args and (name == "__getitem__" or writes_first(name))
         base = kwargs.get("out", args[0] if stays else None)
@@ -531,8 +506,7 @@ class UserCode(TorchFunctionMode):
             on_other_worker = not target.holds(value) and self.owner_of(value) is not self._host
             return target.bring(value, self.owner_of(value)) if on_other_worker else value
 
-        moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(bring, found)
-        return moved
+        return map_tensors(bring, (args, kwargs))
 
 
 def _replaced(values: Sequence[Any], leaf: Callable[[Any], Any]) -> Sequence[Any]:

@@ -1,15 +1,8 @@
 """A worker: one device, stateless between stages.
 
 While a worker runs consecutive actions of one stage, the stage's blocks are *resident*: uploaded
-once, used by every microbatch of the round, their gradients downloaded at the end of it.
-
-```
-schedule of a worker    F2.0 F2.1 F2.2 | B3.0 B3.1 B3.2 | ...
-resident                upload F2 ─── drop  upload B3 ─── gradients down, drop
-```
-
-A block that a step calls without a plan for it is *streamed*: here while it runs, beside what is
-resident.
+once, used by every microbatch of the round, their gradients downloaded at the end of it. A block
+that a step calls without a plan for it is *streamed*: here while it runs, beside what is resident.
 """
 
 from __future__ import annotations
@@ -27,7 +20,12 @@ from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_downloads import OutsideSums
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer, Gradients, Rows
+from roundpipe_lightning.engine.transfer.gradient_reduce import (
+    FlatGradients,
+    GradientReducer,
+    Gradients,
+    Rows,
+)
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageWeights
 from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerTransfers
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
@@ -152,22 +150,26 @@ class Worker:
         resident.end_backward(microbatch)
         if not (is_last or self.device.shares_host_memory):
             return
-        if self.transfers is not None:
-            self.transfers.send_gradients(
-                stage.index,
-                resident.placed(),
-                microbatches=resident.take_microbatches(),
-                reducer=reducer,
-                last=microbatch,
-                shared=(self.store.shared, outside),
-            )
+        microbatches, known = resident.take_microbatches(), self.store.shared
+        if self.transfers is None:
+            gradients = resident.take_gradients()
+            elsewhere = {*known, *outside}
+            shared = [p for p in gradients if p in elsewhere] if elsewhere else ()
+            if shared:
+                reducer.reserve_shared(microbatch)({p: gradients.pop(p) for p in shared})
+            reducer.add_stage(stage.index, microbatches, gradients)
             return
-        microbatches, gradients = resident.take_gradients()
-        elsewhere = {*self.store.shared, *outside}
-        shared = [p for p in gradients if p in elsewhere] if elsewhere else ()
-        if shared:
-            reducer.add_shared(microbatch, {p: gradients.pop(p) for p in shared})
-        reducer.add_stage(stage.index, microbatches, gradients)
+        blocks = resident.placed()
+        several = {p for layout, _ in blocks for p in layout.trained if p in known or p in outside}
+        add_reserved = reducer.reserve_shared(microbatch) if several else None
+
+        def landed(gradients: FlatGradients | None) -> None:
+            if add_reserved is not None:
+                add_reserved({} if gradients is None else gradients.take(several))
+            reducer.add_stage(stage.index, microbatches, gradients or {})
+
+        if not self.transfers.gradients.send_run(blocks, landed=landed):
+            landed(None)
 
     def end_stage_run(self) -> None:
         if self.transfers is not None:
@@ -180,7 +182,6 @@ class Worker:
             self.transfers.end_turns(step)
 
     def outside(self, parameter: nn.Parameter) -> Tensor:
-        """Return the values of a parameter that user code outside the blocks asks for."""
         if self.transfers is not None:
             return self.transfers.weights.outside_values(
                 parameter, wait=self._await_weights, is_first=self._resident is None
@@ -233,8 +234,7 @@ class Worker:
     def held_memory(self, *, boundaries: int) -> dict[str, int]:
         """Return the bytes in use here, by what has them, for messages.
 
-        Args:
-            boundaries: What the microbatch brought to the stage or keeps for a later one.
+        Boundaries are what the microbatch brought to the stage or keeps for a later one.
         """
         resident = self._resident
         weights = 0 if resident is None else resident.num_bytes
@@ -252,7 +252,6 @@ class Worker:
         }
 
     def state(self, state: WorkerState) -> WorkerState:
-        """Return the state with the worker's queues and memory."""
         moved = self.transfers
         queues = (0, 0) if moved is None else (moved.uploads.num_jobs, moved.downloads.num_jobs)
         return replace(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from roundpipe_lightning.engine.capture.arguments import Copies
+from roundpipe_lightning.engine.capture.trees import Copies
 from roundpipe_lightning.engine.chain.chain import Chain, Link
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.work.meter import Count, FusedAttention, Meter
