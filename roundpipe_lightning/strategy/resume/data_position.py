@@ -22,7 +22,6 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
@@ -212,8 +211,8 @@ def position_of(loader: Any) -> LoaderPosition | None:
     return vars(loader)["position"] if type(loader) is PositionedLoader else None
 
 
-class LoaderPosition:
-    """Position of the iteration over a loader."""
+class LoaderPosition(Iterator[Any]):
+    """Position of the iteration over a loader, and that iteration: there is one at a time."""
 
     def __init__(self, loader: Any, *, waits: bool) -> None:
         self.loader = loader
@@ -226,106 +225,49 @@ class LoaderPosition:
                 num_workers=loader.num_workers,
                 marks=takes_marks(loader),
             )
-        self.workers: dict[int, State] = {}
+        self._workers: dict[int, State] = {}
         self._waits = waits
-        self._pending: Mapping[str, Any] | None = None
-        self._last: ReferenceType[_Iteration] | None = None
-        self.siblings: Sequence[LoaderPosition] = (self,)
+        self._place: Mapping[str, Any] | None = None  # to go on from
+        self.siblings: Sequence[LoaderPosition] = ()
         """All loaders of a batch: those that wait begin together, in order, as they always do."""
+        self.close()
 
     @property
-    def keeps_workers(self) -> bool:
+    def _keeps_workers(self) -> bool:
         return self.sampler is not None and bool(self.loader.persistent_workers)
 
-    def iterate(self) -> Iterator[Any]:
-        if not self.keeps_workers:
-            self.workers = {}
-        place, before = self._pending, self._iteration
-        if place is None and before is not None and not before.is_open:
-            place = before.place  # of an iteration that was never begun
-        iteration = _Iteration(self, place=place)
-        self._last = ref(iteration)
-        if place is None and not self._waits:
-            iteration.open()
-        self._waits, self._pending = False, None
-        return iteration
-
     @property
-    def _iteration(self) -> _Iteration | None:
-        """The present iteration; the reader owns it, so that its processes end with it."""
-        return None if self._last is None else self._last()
-
-    def open(self) -> None:
-        iteration = self._iteration
-        if iteration is not None and not iteration.is_open:
-            iteration.open()
-
-    @property
-    def is_open(self) -> bool:
-        iteration = self._iteration
-        return iteration is not None and iteration.is_open
-
-    def state(self, *, num_ahead: int, is_over: bool) -> dict[str, Any]:
-        """Return the state for `resume`, as tensors, numbers and tuples.
-
-        Args:
-            num_ahead: Batches that were asked for and not trained on.
-            is_over: Whether the epoch is done with its data, so that a new iteration comes next.
-        """
-        now, iteration = self.randomness.now(), self._iteration
-        state: dict[str, Any] = {"own": now["own"], "samplers": now["samplers"]}
-        if iteration is None or iteration.has_not_begun:
-            return state
-        if not is_over:  # the samplers' states are part of the order that is drawn again
-            return {**state, "samplers": {}, **iteration.state(num_ahead)}
-        return {**state, **iteration.processes(0)} if self.keeps_workers else state
-
-    def before_fetch(self, num_fetched: int) -> State | None:
-        iteration = self._iteration
-        return None if iteration is None else iteration.before_fetch(num_fetched)
-
-    def resume(self, state: Mapping[str, Any], *, epoch: int) -> None:
-        """Go on from `state`: the present iteration, or if it has begun the next one."""
-        self.randomness.restore_own(state["own"])
-        self.randomness.restore_samplers(state["samplers"])
-        iteration = self._iteration
-        # Without this entry it is the beginning of an epoch like any other.
-        place = {**state, "epoch": epoch} if "constructed" in state else None
-        if iteration is not None and not iteration.is_open:
-            iteration.place = place
-        else:
-            self._pending = place
-
-
-class _Iteration(Iterator[Any]):
-    """One pass over a loader."""
-
-    def __init__(self, position: LoaderPosition, *, place: Mapping[str, Any] | None) -> None:
-        self._position = position
-        self._loader = position.loader
-        self._inner: Iterator[Any] | None = None
-        self._constructed: State | None = None
-        self._num_asked = 0
-        self._num_before_processes = 0
-        self._history: deque[State] = deque(maxlen=_MOST_AHEAD)
-        self._stamps: deque[tuple[int, State | None]] = deque(maxlen=_MOST_AHEAD)
-        self.place = place
+    def _is_stamped(self) -> bool:
+        return self.sampler is not None and bool(self.loader.num_workers)
 
     @property
     def is_open(self) -> bool:
         return self._inner is not None
 
-    @property
-    def has_not_begun(self) -> bool:
-        return self._inner is None and self.place is None
+    def close(self) -> None:
+        """Let go of the loader's iterator: its processes end."""
+        self._inner: Iterator[Any] | None = None
+        self.is_asked = False
+        self._constructed: State | None = None
+        self._num_asked = 0
+        self._num_before_processes = 0
+        self._history: deque[State] = deque(maxlen=_MOST_AHEAD)
+        self._stamps: deque[tuple[int, State | None]] = deque(maxlen=_MOST_AHEAD)
 
-    def before_fetch(self, num_fetched: int) -> State | None:
-        return self._history[-num_fetched] if len(self._history) >= num_fetched else None
+    def iterate(self) -> Iterator[Any]:
+        self.close()
+        if not self._keeps_workers:
+            self._workers = {}
+        if self._place is None and not self._waits:
+            self.open()
+        self._waits, self.is_asked = False, True
+        return self
 
     def __next__(self) -> Any:
         if self._inner is None:
-            for position in self._position.siblings:
-                position.open()
+            for position in self.siblings or (self,):
+                if position.is_asked and not position.is_open:
+                    position.open()
         assert self._inner is not None
         self._history.append(host_state())
         self._num_asked += 1
@@ -335,43 +277,90 @@ class _Iteration(Iterator[Any]):
         while stamp is None:
             batch, stamp = next(self._inner)
         worker, state = stamp
-        workers = self._position.workers
-        self._stamps.append((worker, workers.get(worker)))
-        workers[worker] = {**state, "torch": torch.from_numpy(state["torch"].copy())}
+        self._stamps.append((worker, self._workers.get(worker)))
+        self._workers[worker] = {**state, "torch": torch.from_numpy(state["torch"].copy())}
         return batch
 
-    @property
-    def _is_stamped(self) -> bool:
-        return self._position.sampler is not None and bool(self._loader.num_workers)
+    def before_fetch(self, num_fetched: int) -> State | None:
+        return self._history[-num_fetched] if len(self._history) >= num_fetched else None
+
+    # In a checkpoint -----------------------------------------------------------------------------
+
+    def state(self, *, num_ahead: int, is_over: bool) -> dict[str, Any]:
+        """Return the state for `resume`, as tensors, numbers and tuples.
+
+        Args:
+            num_ahead: Batches that were asked for and not trained on.
+            is_over: Whether the epoch is done with its data, so that a new iteration comes next.
+        """
+        now = self.randomness.now()
+        state: dict[str, Any] = {"own": now["own"], "samplers": now["samplers"]}
+        if not self.is_open and self._place is None:
+            return state
+        if is_over:
+            return {**state, **self._processes(0)} if self._keeps_workers else state
+        state["samplers"] = {}  # their states are part of the order that is drawn again
+        if self._place is not None:  # resumed, and not gone on yet
+            return {**state, **{k: value for k, value in self._place.items() if k != "epoch"}}
+        drawn = DrawnOrder() if self.sampler is None else self.sampler.drawn
+        before = self.before_fetch(num_ahead) if self.sampler is None and num_ahead else None
+        return {
+            **state,
+            **self._processes(num_ahead),
+            "num_batches": max(0, self._num_asked - num_ahead),
+            "turn": self._num_asked - num_ahead - self._num_before_processes,
+            "iterated": drawn.iterated,
+            "first": drawn.first,
+            "before_fetch": before,
+        }
+
+    def _processes(self, num_ahead: int) -> dict[str, Any]:
+        """Return the states in which the loader's processes began, and their present ones."""
+        workers = dict(self._workers)
+        constructed = self._constructed if self.sampler is None else self.sampler.drawn.constructed
+        assert constructed is not None
+        undone = list(self._stamps)[len(self._stamps) - num_ahead :] if num_ahead else []
+        for worker, before in reversed(undone):
+            workers.pop(worker)
+            if before is not None:
+                workers[worker] = before
+        return {"constructed": constructed, "workers": workers}
+
+    def resume(self, state: Mapping[str, Any], *, epoch: int) -> None:
+        """Go on from `state`: the present iteration, or if it has begun the next one."""
+        self.randomness.restore_own(state["own"])
+        self.randomness.restore_samplers(state["samplers"])
+        # Without this entry it is the beginning of an epoch like any other.
+        self._place = {**state, "epoch": epoch} if "constructed" in state else None
 
     # At a place ----------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Make the loader's own iterator, at the place to go on from if there is one."""
-        place, self.place = self.place, None
-        sampler = self._position.sampler
-        if sampler is not None and getattr(self._loader, "_iterator", None) is None:
+        place, self._place, self.siblings = self._place, None, ()
+        sampler = self.sampler
+        if sampler is not None and getattr(self.loader, "_iterator", None) is None:
             sampler.drawn = DrawnOrder()
         if place is None:
             if sampler is None:
-                self._constructed = self._position.randomness.now()
+                self._constructed = self.randomness.now()
             self._inner = self._iterator()
             return
-        kept = self._position.randomness.now()
-        set_sampler_epoch(self._loader, place["epoch"])
+        kept = self.randomness.now()
+        set_sampler_epoch(self.loader, place["epoch"])
         self._constructed = place["constructed"]
-        self._position.randomness.restore(place["constructed"])
-        self._position.workers = dict(place["workers"])
+        self.randomness.restore(place["constructed"])
+        self._workers = dict(place["workers"])
         if "num_batches" in place:
             self._open_inside(place)
-            self._position.randomness.restore(kept)
+            self.randomness.restore(kept)
         else:  # processes that outlive an epoch start where they stood at its end
             assert sampler is not None
             sampler.is_empty = True
             self._iterator()
             sampler.is_empty = False
             sampler.drawn = DrawnOrder(constructed=self._constructed)
-            self._position.randomness.restore(kept)
+            self.randomness.restore(kept)
             self._inner = self._iterator()
         if place.get("before_fetch") is not None:
             set_host_state(place["before_fetch"])
@@ -379,15 +368,15 @@ class _Iteration(Iterator[Any]):
     def _open_inside(self, state: Mapping[str, Any]) -> None:
         """Go on in the middle of an epoch."""
         self._num_asked = state["num_batches"]
-        sampler = self._position.sampler
+        sampler = self.sampler
         if sampler is None:
             self._inner = self._iterator()
             self._skip(self._num_asked)
             return
         if not sampler.marks and self._is_stamped:  # the first process loads the next batch
-            self._num_before_processes, count = self._num_asked, self._loader.num_workers
-            workers, turn = self._position.workers, state["turn"]
-            self._position.workers = {(old - turn) % count: workers[old] for old in workers}
+            self._num_before_processes, count = self._num_asked, self.loader.num_workers
+            workers, turn = self._workers, state["turn"]
+            self._workers = {(old - turn) % count: workers[old] for old in workers}
         sampler.replayed = DrawnOrder(
             constructed=self._constructed,
             iterated=state["iterated"],
@@ -399,7 +388,7 @@ class _Iteration(Iterator[Any]):
     def _skip(self, num_batches: int) -> None:
         if num_batches:
             warnings.warn(
-                f"The training batches come from {type(self._loader).__name__}, which has no state "
+                f"The training batches come from {type(self.loader).__name__}, which has no state "
                 f"and no indices: the {num_batches} batches of this epoch that were trained on are "
                 "loaded again and dropped. Give it state_dict() and load_state_dict() to go on at "
                 "once.",
@@ -411,7 +400,7 @@ class _Iteration(Iterator[Any]):
             next(self._inner, None)
 
     def _iterator(self) -> Iterator[Any]:
-        sampler, loader = self._position.sampler, self._loader
+        sampler, loader = self.sampler, self.loader
         if sampler is None:
             return iter(loader)
         parts: dict[str, Any] = {
@@ -419,37 +408,9 @@ class _Iteration(Iterator[Any]):
         }
         if self._is_stamped:
             parts["collate_fn"] = StampingCollate(loader.collate_fn)
-            parts["worker_init_fn"] = RestoringInit(loader.worker_init_fn, self._position.workers)
+            parts["worker_init_fn"] = RestoringInit(loader.worker_init_fn, self._workers)
         with _replaced(loader, parts):
             return iter(loader)
-
-    # In a checkpoint -----------------------------------------------------------------------------
-
-    def state(self, num_ahead: int) -> dict[str, Any]:
-        if self.place is not None:  # resumed, and not gone on yet
-            return {key: value for key, value in self.place.items() if key != "epoch"}
-        sampler = self._position.sampler
-        drawn = DrawnOrder() if sampler is None else sampler.drawn
-        return {
-            **self.processes(num_ahead),
-            "num_batches": max(0, self._num_asked - num_ahead),
-            "turn": self._num_asked - num_ahead - self._num_before_processes,
-            "iterated": drawn.iterated,
-            "first": drawn.first,
-            "before_fetch": self.before_fetch(num_ahead) if sampler is None and num_ahead else None,
-        }
-
-    def processes(self, num_ahead: int) -> dict[str, Any]:
-        """Return the states in which the loader's processes began, and their present ones."""
-        sampler, workers = self._position.sampler, dict(self._position.workers)
-        constructed = self._constructed if sampler is None else sampler.drawn.constructed
-        assert constructed is not None
-        undone = list(self._stamps)[len(self._stamps) - num_ahead :] if num_ahead else []
-        for worker, before in reversed(undone):
-            workers.pop(worker)
-            if before is not None:
-                workers[worker] = before
-        return {"constructed": constructed, "workers": workers}
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import builtins
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -61,11 +62,14 @@ class ResumePoint:
         self._before_validation: State | None = None
         self._at_validation: State | None = None
         self._quiet: Any = None
+        self._positions: WeakSet[Any] = WeakSet()
         self._put_back: Callable[[], bool] | None = None
         self._latest: tuple[Trainer, Mapping[str, Any]] | None = None
 
     def end(self) -> None:
         self._put_limits_back()
+        for position in self._positions:
+            position.close()
         if self._latest is not None:  # no batch was left; a sanity check forgets what is logged
             trainer, logged = self._latest
             compat.set_latest_metrics(trainer, _clone(logged["latest"]))
@@ -79,7 +83,9 @@ class ResumePoint:
     def train_loader(self, loader: Any) -> Any:
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             return loader
-        return PositionedLoader(loader, waits=self._loaded is not None)
+        positioned = PositionedLoader(loader, waits=self._loaded is not None)
+        self._positions.add(position_of(positioned))
+        return positioned
 
     def batch_begins(self, trainer: Trainer) -> None:
         self._has_gradients = False
@@ -218,6 +224,8 @@ class ResumePoint:
         begins = found and not any("constructed" in place for place in state["data"] if place)
         if begun and begins and compat.iterate_when_epoch_begins(trainer):
             combined.reset()  # what was fetched ahead comes after draws of on_train_epoch_start
+            for member in found:
+                member.close()
         elif begun or pending:  # set up before the checkpoint was loaded, or read ahead
             combined.reset()
             compat.load_loader_states(combined, self._stateful)
