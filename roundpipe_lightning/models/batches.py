@@ -26,16 +26,11 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Cut a batch into microbatches, whose sizes differ by one at most, larger ones first.
 
     Numbers, strings and None go to every microbatch; tensors are sliced without a copy. One
-    microbatch is the batch, whatever it is. BatchError: it has fewer rows, or other leaves.
+    microbatch is the batch, whatever it is. BatchError: it has other leaves.
     """
     if num_microbatches == 1:
         return [batch]
-    size = batch_size_of(batch)
-    if size < num_microbatches:
-        raise BatchError(
-            f"A batch of {size} rows cannot be split into {num_microbatches} microbatches. "
-            f"{_REMEDY} Or drop the last batch of an epoch (DataLoader(drop_last=True))."
-        )
+    batch_size_of(batch)
 
     def cut(leaf: Any, part: int) -> Any:
         return leaf.tensor_split(num_microbatches)[part] if isinstance(leaf, Tensor) else leaf

@@ -16,6 +16,7 @@ again as a whole, before anything is updated; with `microbatching="step"` it is 
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -86,14 +87,10 @@ class ModeChoice:
         module: LightningModule,
         stacks: Sequence[BlockStack],
         options: Options,
-        *,
-        has_part: bool = False,
     ) -> None:
         self._module = module
         self._stacks = stacks
         self._mode = options.microbatching
-        # A host's part of a batch may be smaller than its loader's batch_size.
-        self._shrinks = has_part or options.num_microbatches == "auto"
         self._fuses_loss = self._warns = options.fuses_loss
         known = getattr(module, "averages_samples", False)
         self._tells = self._mode == "step" and not known
@@ -198,7 +195,7 @@ class ModeChoice:
     def _split(
         self, batch: Any, count: int, chosen: str, fusion: Outside | None
     ) -> MicrobatchedBatch:
-        if self._shrinks and count > 1:
+        if count > 1:  # the last batch of an epoch, or a host's part of one, may have fewer rows
             count = min(count, max(1, batch_size_of(batch)))
         parts = split_batch(batch, count)
         by_targets = chosen != LossKind.ROWS.value and count > 1
@@ -352,7 +349,7 @@ class MicrobatchedBatch:
 
     def __post_init__(self) -> None:
         self._seen: list[list[float]] = [[] for _ in self.parts]
-        self._returned: list[tuple[int, list[float]]] = []
+        self._ratios: dict[int, list[float]] = {}  # of what the first part's losses counted
         self._thread = threading.local()
 
     @property
@@ -413,21 +410,18 @@ class MicrobatchedBatch:
             raise StepModeError("training_step returns more than the loss")
         if not self.checks:
             return
-        own = self._seen[index]
-        self._returned.append((index, own))
-        returned = list(self._returned)  # others may come meanwhile
-        if any(len(totals) != len(own) for _, totals in returned):
-            raise StepModeError("the loss has other terms in other microbatches")
-        for seen in zip(*(totals for _, totals in returned), strict=True):
-            if not _are_proportional(seen, [self.counts[one] for one, _ in returned]):
-                raise StepModeError("the loss counts other targets than the batch's labels")
-        sizes = [batch_size_of(part) for part in self.parts]
-        if not own and not _are_proportional(self.counts, sizes):
+        # Of what is not seen the mean is over rows; in all parts the ratio has to be the same.
+        count, seen = self.counts[index], self._seen[index]
+        terms = seen or [float(batch_size_of(self.parts[index]))]
+        if count:
+            first = self._ratios.setdefault(0, [term / count for term in terms])
+            same = len(first) == len(terms) and all(
+                math.isclose(term / count, ratio, rel_tol=_TOLERANCE)
+                for term, ratio in zip(terms, first, strict=True)
+            )
+        else:
+            same = not any(terms)
+        if not same and seen:
+            raise StepModeError("the loss counts other targets than the batch's labels")
+        if not same:
             raise StepModeError("it is not seen which targets the loss counts")
-
-
-def _are_proportional(some: Sequence[float], others: Sequence[float]) -> bool:
-    total, other = sum(some), sum(others)
-    if not (total and other):
-        return not (any(some) or any(others))
-    return all(abs(a / total - b / other) <= _TOLERANCE for a, b in zip(some, others, strict=True))

@@ -193,7 +193,7 @@ class PipelineRuntime:
         self._step_listeners = step_listeners
         self._fusion = None if options.loss == "eager" else LossFusion(options.loss)
         self._metrics = LentMetrics(module, in_place=self._on_host)
-        self._choice = ModeChoice(module, self._stacks, options, has_part=hosts is not None)
+        self._choice = ModeChoice(module, self._stacks, options)
 
     # The engine ----------------------------------------------------------------------------------
 

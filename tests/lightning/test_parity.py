@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
-from roundpipe_lightning.errors import BatchError, ConfigurationError
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.strategy import NoBlocksWarning
 from roundpipe_lightning.testing import EmulatedStrategy, assert_trains_as_one_device
 from tests.emulation.test_benchmark import BENCHMARKS
@@ -164,9 +164,11 @@ def test_first_batch_smaller_than_wanted_limits_the_number_of_microbatches(tmp_p
 
 
 def test_batch_smaller_than_a_number_that_was_asked_for(tmp_path: Path) -> None:
-    strategy = RoundPipeStrategy(num_microbatches=4, microbatching="step")
-    with pytest.raises(BatchError, match="A batch of 1 rows cannot be split into 4"):
-        fit(tmp_path, strategy, Regressor(), regression_data(9), devices=2)
+    ours = RoundPipeStrategy(num_microbatches=4, microbatching="step")
+    (one, _), (module, _) = train_with(tmp_path, ["auto", ours], Regressor, regression_data(9))
+    assert ours.last_step is not None
+    assert ours.last_step.plan.num_microbatches == 1
+    assert parameter_error(module, one) < 1e-5
 
 
 def test_model_without_blocks_trains_as_one_stage(tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ def test_one_microbatch_is_the_batch_whatever_it_is() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (rows(2), "2 rows cannot be split into 3.*drop_last"),
         ((rows(5), rows(4)), r"first dimensions of \[4, 5\]"),
         ({"name": "a"}, "no tensors"),
         (torch.tensor(1.0), "Tensor without dimensions"),
