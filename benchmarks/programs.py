@@ -8,6 +8,7 @@ after every step, the parameters' updates and the state that stays: buffers, att
 the random generators.
 
     python benchmarks/programs.py [--programs clip vae] [--mode blocks] [--output json]
+    python benchmarks/programs.py --mixtures 0 400   # programs put together at random
 
 Verdicts:
 
@@ -43,12 +44,13 @@ import torch
 from forked import ForkError, answer_of
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from program_kinds import Program
+from program_mixtures import mixture
 from torch import Tensor
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.errors import RoundPipeError, WatchdogError
 
-PROGRAMS: Mapping[str, type[Program]] = Program.named
+PROGRAMS: dict[str, type[Program]] = dict(Program.named)
 TOLERANCE = 1e-4
 WORKERS = 2
 LIMIT_SECONDS = 120.0
@@ -300,7 +302,7 @@ def compared(found: Outcome, wanted: Outcome, *, num_microbatches: int, seconds:
 
 def judge(name: str, options: Mapping[str, Any], counts: Sequence[int]) -> list[Run]:
     """Train a program on one device and with the strategy, for each number of microbatches."""
-    program = PROGRAMS[name]
+    program = PROGRAMS[name] if name in PROGRAMS else mixture(int(name))
     wanted = train(program, None, 1)
     moved = sum(float(u.abs().sum()) for u in wanted.update.values())
     if wanted.error is not None or not 0 < moved < math.inf:
@@ -332,7 +334,8 @@ def row(name: str, runs: Sequence[Run]) -> str:
     """A line of the table, and one for each run that is not the same."""
     stages = max((run.stages for run in runs), default="")
     update = max(run.update for run in runs)
-    lines = [f"{name:26} {worst(runs):9} {stages:8} {update:8.1e}  {PROGRAMS[name].about()}"]
+    about = PROGRAMS[name].about() if name in PROGRAMS else mixture(int(name)).about()
+    lines = [f"{name:26} {worst(runs):9} {stages:8} {update:8.1e}  {about}"]
     for run in runs:
         if run.verdict != "same":
             more = f" and {len(run.differences) - 3} more" if len(run.differences) > 3 else ""
@@ -347,6 +350,7 @@ def main() -> None:
     """Judge the programs and print the table or JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS))
+    parser.add_argument("--mixtures", nargs=2, type=int, metavar=("FIRST", "COUNT"))
     parser.add_argument("--mode", default="default", choices=("default", "blocks", "step", "auto"))
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 1])
     parser.add_argument("--recompute", default="full", choices=("auto", "full", "none"))
@@ -356,7 +360,8 @@ def main() -> None:
     if given.mode != "default":
         options["microbatching"] = given.mode
     found: dict[str, list[Run]] = {}
-    for name in given.programs:
+    first, count = given.mixtures or (0, 0)
+    for name in map(str, range(first, first + count)) if given.mixtures else given.programs:
         try:
             runs = answer_of(judge, name, options, given.microbatches, seconds=LIMIT_SECONDS)
         except ForkError as error:

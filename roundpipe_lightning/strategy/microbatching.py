@@ -281,7 +281,7 @@ class ModeChoice:
 
 
 def contents_of(module: LightningModule) -> list[Any]:
-    """Return what modules, and the user's classes, objects and variables, hold beside tensors."""
+    """Return what modules, the user's classes and objects of their files hold beside tensors."""
     modules = list(module.modules())
     classes = [kind for kind in type(module).__mro__ if kind not in _BASES]
     own, seen = vars(LightningModule()).keys(), frozenset(map(id, modules))
@@ -290,7 +290,21 @@ def contents_of(module: LightningModule) -> list[Any]:
         for holder in (*modules, *classes, *objects_of_code(module))
         for name, value in sorted(vars(holder).items())
         if name not in own
-    ] + [(name, _content(table.get(name), seen)) for table, name in variables_of_code(module)]
+    ]
+
+
+def shared_contents(module: LightningModule) -> dict[Any, Any]:
+    """Return what is held by what runs of a block share: not by what they assign to attributes."""
+    modules = list(module.modules())
+    seen, own = frozenset(map(id, modules)), vars(LightningModule()).keys()
+    found = {
+        (id(holder), name, id(value)): _content(value, seen)
+        for holder in (*modules, *objects_of_code(module))
+        for name, value in vars(holder).items()
+        if name not in own and not isinstance(value, (*_PLAIN, Tensor))
+    }
+    files = ((table, name) for table, name in variables_of_code(module) if "__spec__" in table)
+    return found | {(id(table), name): _content(table.get(name), seen) for table, name in files}
 
 
 def _content(

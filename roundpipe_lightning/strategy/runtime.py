@@ -46,7 +46,7 @@ from roundpipe_lightning.strategy.logging import (
 from roundpipe_lightning.strategy.microbatching import (
     MicrobatchedBatch,
     ModeChoice,
-    contents_of,
+    shared_contents,
 )
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
 from roundpipe_lightning.strategy.planning.inputs import PlanEvent, Planned, num_values
@@ -214,7 +214,7 @@ class PipelineRuntime:
         )
         with torch.inference_mode(mode=False):  # else the parameters could not be trained
             self._engine = engine.__enter__()
-        engine.forms.contents = partial(contents_of, self._module)
+        engine.forms.contents = partial(shared_contents, self._module)
         if self.overlaps_updates:
             units = update_units(self._module, self.blocks, shared=engine.store.shared)
             exchange = None if self.hosts is None else Exchange(self.hosts)

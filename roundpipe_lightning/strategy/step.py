@@ -29,6 +29,7 @@ come later than `backward()`: the node notes what arrives, the batch is in fligh
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,14 @@ _TWICE = (
     "computed once, inside the step, and are gone. Call backward() once per "
     "training_step."
 )
+
+
+_SCALED = (
+    "backward() got {:g} times the loss of training_step. Its gradients were computed inside the "
+    "step and are multiplied now: hooks on tensors and modules have seen them as they were. Where "
+    "a hook looks at their size, multiply the loss in training_step."
+)
+_ROUNDING = 1e-3
 
 
 class InFlightBatch:
@@ -111,11 +120,11 @@ class InFlightBatch:
         self._share = share
 
     def with_gradients(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor:
-        share = self._share  # gradients of a mean over nothing are not numbers
         return loss_with_gradients(
             loss,
-            gradients=gradients if share else {},
-            backward_scale=self._backward_scale / (share or 1.0),
+            gradients=gradients if self._share else {},  # of a mean over nothing: no numbers
+            backward_scale=self._backward_scale,
+            share=self._share,
         )
 
     def without_gradients(self, loss: Tensor) -> Tensor:
@@ -190,7 +199,11 @@ class InFlightBatch:
 
 
 def loss_with_gradients(
-    loss: Tensor, *, gradients: Mapping[nn.Parameter, Tensor], backward_scale: float
+    loss: Tensor,
+    *,
+    gradients: Mapping[nn.Parameter, Tensor],
+    backward_scale: float,
+    share: float = 1.0,
 ) -> Tensor:
     """Return `loss` with a graph whose backward hands out gradients that are known already.
 
@@ -199,6 +212,7 @@ def loss_with_gradients(
         gradients: Gradient of `loss * backward_scale` for every parameter that got one; host
             tensors that nobody else uses.
         backward_scale: As for `InFlightBatch`.
+        share: What they are multiplied by: this host's share of the batch.
 
     Returns:
         A scalar that requires a gradient.
@@ -212,6 +226,9 @@ def loss_with_gradients(
         own = held.pop()
         ratio = arriving / torch.full_like(arriving, backward_scale)
         factor = ratio.item()
+        if abs(factor - 1.0) > _ROUNDING:
+            warnings.warn(_SCALED.format(factor), stacklevel=2)
+        factor *= share
         if factor == 1.0:
             return own
         # In place: a second set would be as large as the model. Sparse ones would seem uncoalesced.

@@ -706,7 +706,7 @@ class KeepsCount(Block):
 def test_a_block_that_counts_in_a_list_is_told(num_microbatches: int) -> None:
     module: Any = Regressor(make_block=KeepsCount)
     with engine_for(module, num_workers=2, num_microbatches=num_microbatches) as engine:
-        engine.forms.contents = lambda: [list(layer.calls) for layer in module.layers]
+        engine.forms.contents = lambda: {0: [list(layer.calls) for layer in module.layers]}
         with pytest.warns(UserWarning, match=r"Block 'layers\.\d' writes into a list"):
             compare(module, engine)
 

@@ -93,9 +93,10 @@ class _Gradients(Regressor):
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_gradients_in_hooks(tmp_path: Path, accumulate: int) -> None:
     strategies = ["auto", RoundPipeStrategy(num_microbatches=4)]
-    (one, _), (many, _) = train_with(
-        tmp_path, strategies, _Gradients, accumulate_grad_batches=accumulate, max_epochs=2
-    )
+    with pytest.warns(UserWarning, match=r"got 0\.5 times the loss of training_step"):
+        (one, _), (many, _) = train_with(
+            tmp_path, strategies, _Gradients, accumulate_grad_batches=accumulate, max_epochs=2
+        )
     assert [where for where, _ in many.seen] == [where for where, _ in one.seen]
     for (where, expected), (_, value) in zip(one.seen, many.seen, strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6, msg=where)
@@ -175,6 +176,7 @@ def test_evaluation_and_prediction_equal_one_device_to_the_bit(tmp_path: Path) -
 # The graph of one node ---------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:backward.. got 3 times the loss")
 @pytest.mark.parametrize("factor", [1, 3])
 def test_held_gradients_are_handed_out_once_and_not_copied(factor: int) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
@@ -78,8 +78,8 @@ class CallForms:
         self.known: dict[Key, CallForm | None] = {}
         # dimensions of what blocks gave
         self.by_calls: dict[FunctionCalls, Sequence[int | None]] = {}
-        #: Gives what the user's code keeps beside tensors and attributes, to be compared.
-        self.contents: Callable[[], Any] = lambda: None
+        #: Gives what runs of a block share, to be compared.
+        self.contents: Callable[[], Mapping[Any, Any]] = dict
         self.looks = False  # whether calls are compared where the batch is one piece, too
         self._watched: set[type] = set()
         self._divided: dict[type, str] = {}  # classes of blocks that ran on pieces, and the first
@@ -93,7 +93,8 @@ class CallForms:
         self._watched.add(type(block))
         before = self.contents()
         yield
-        if self.contents() != before:
+        after = self.contents()
+        if any(after.get(key, value) != value for key, value in before.items()):
             warnings.warn(
                 f"Block {name!r} writes into a list, a dict or another object, or into a global. "
                 "It runs once per microbatch, and again when it is recomputed: what it writes is "

@@ -367,13 +367,13 @@ def _user_code_of(
 
 
 def objects_of_code(module: nn.Module) -> list[Any]:
-    """Return the objects and classes in the files of the user's modules that their code names."""
+    """Return objects, functions and classes in the user's modules' files that their code names."""
     found = {id(v): v for _, f in _user_code_of(module) for _, v in _named_in(f)}
-    code = (types.FunctionType, types.ModuleType, Tensor, logging.Logger)
     return [
         v
         for v in found.values()
-        if hasattr(v, "__dict__") and not isinstance(v, code)
+        if hasattr(v, "__dict__")
+        if not isinstance(v, types.ModuleType | Tensor | logging.Logger)
         if not isinstance(v, type) or _is_of_user(sys.modules.get(v.__module__))
     ]
 

@@ -1,0 +1,333 @@
+"""Programs that are put together at random: `programs.py --mixtures 0 400` judges 400 of them.
+
+People who write programs to try something write what they think of. Here a program is text, with
+lines drawn from tables: what a block computes and keeps, what is around the blocks, the loss, what
+is logged and counted, hooks, the optimizer, the Trainer's flags, the sizes of batches. A number
+gives the same program every time; its text is kept in a folder of the temporary directory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from program_kinds import Program
+
+_IN_BLOCK = {
+    "attribute": "self.calls += 1; x = x * (1 + 0.1 / self.calls)",
+    "branch": "x = x + self.one(x) if float(x.detach().sum()) > 0 else x - self.one(x)",
+    "branch_by_row": "x = torch.stack([r + self.one(r) if r.sum() > 0 else -r for r in x])",
+    "buffer": "self.count += 1; x = x * (1 + 0.01 * self.count)",
+    "centre": "x = x - 0.1 * x.mean(0, keepdim=True)",
+    "checkpoint": "x = x + checkpoint(self.one, x, use_reentrant=False)",
+    "count": "COUNTS['blocks'] += 1; x = x + self.one(x)",
+    "cumsum": "x = x + 0.1 * x.cumsum(0)",
+    "dropout": "x = F.dropout(x, 0.0, self.training)",
+    "entries": "x = torch.stack([r * (1 + i % 2) for i, r in enumerate(x)])",
+    "function": "x = x + Swish.apply(self.one(x))",
+    "gate": "x = x + self.gate * self.one(x.flip(0))",
+    "gram": "f = x.flatten(1); x = x + 0.05 * ((f @ f.T).softmax(-1) @ f).view_as(x)",
+    "halves": "n = len(x) // 2; x = torch.cat([x[:n] + 0.1, x[n:] - 0.1])",
+    "hook": "x = x + self.one(x); x.requires_grad and x.register_hook(lambda g: 0.9 * g)",
+    "hook_mixes": "x.requires_grad and x.register_hook(lambda g: g / (1e-3 + g.norm()))",
+    "item": "x = x * (1 + 0.01 * x.detach().mean().item())",
+    "largest": "x = x / (1 + 0.1 * x.detach().abs().max())",
+    "leaves": "self.left = x.square().flatten(1).mean(1); x = x + self.one(x)",
+    "leaves_mean": "self.left = x.square().mean(); x = x + self.one(x)",
+    "length": "x = x + self.one(x) / len(x)",
+    "list": "self.means.append(float(x.detach().mean())); x = x + self.one(x)",
+    "mlp": "x = x + self.two(F.gelu(self.one(self.norm(x))))",
+    "no_grad": "with torch.no_grad(): size = x.norm(dim=-1, keepdim=True)\n        x = x / (1 + size)",
+    "numpy": "x = x + torch.from_numpy(x.detach().numpy().mean(-1, keepdims=True))",
+    "places": "x = x + 0.01 * torch.arange(len(x)).view(-1, *[1] * (x.dim() - 1))",
+    "quantized": "x = x + (torch.round(x * 8) / 8 - x).detach()",
+    "quantized_by_all": "s = x.detach().abs().amax(); x = x + (torch.round(x / s * 99) * s / 99 - x).detach()",
+    "rotated": "x = x + 0.1 * torch.cat([x[1:], x[:1]])",
+    "running": "self.mean.lerp_(x.detach().flatten(0, -2).mean(0), 0.1); x = x - 0.1 * self.mean",
+    "sorted": "x = x + 0.1 * x.sort(dim=0).values",
+    "spectrum": "x = x + torch.fft.irfft(torch.fft.rfft(x) * 0.5, n=WIDTH)",
+    "spread": "x = x / (1 + x.std())",
+    "threshold": "s = x.flatten(1).norm(dim=1); k = s >= s.topk(max(1, len(x) // 2)).values[-1]\n"
+    "        x = x + x * k.float().view(-1, *[1] * (x.dim() - 1))",
+    "tokens": "x = torch.where(x > x.mean(-1, keepdim=True), x, 0.5 * x)",
+    "weight_norm": "x = x + F.linear(x, self.one.weight / self.one.weight.norm())",
+}
+_HEAD = {
+    "class_token": "h = torch.cat([self.start.expand(len(x), 1, -1), self.embed(x)[:, None]], 1)",
+    "centred": "h = self.embed(x - x.mean(0))",
+    "first_half": "h = self.embed(x[: max(1, len(x) // 2)])",
+    "flat": "h = (self.embed(x)[:, None] + self.places).flatten(0, 1)",
+    "mask": "h = self.embed(x) * (torch.rand(len(x), 1) > 0.2)",
+    "mixup": "p = torch.randperm(len(x)); w = random.random(); h = self.embed(w * x + (1 - w) * x[p])",
+    "noise": "h = self.embed(x + 0.1 * torch.randn_like(x))",
+    "permuted": "p = torch.randperm(len(x)); h = self.embed(x[p]); y = y[p]",
+    "plain": "h = self.embed(x)",
+    "sequence": "h = self.embed(x)[:, None] + self.places",
+    "state": "self.seen = 0.9 * self.seen + float(x.mean()); h = self.embed(x) + 0.01 * self.seen",
+    "time_first": "h = (self.embed(x)[:, None] + self.places).transpose(0, 1)",
+    "two_views": "h = torch.cat([self.embed(x), self.embed(x.flip(-1))])",
+}
+_BETWEEN = {
+    "centre": "for block in self.blocks: h = block(h) - 0.1 * h.mean(0, keepdim=True)",
+    "detached": "for i, block in enumerate(self.blocks): h = block(h.detach() if i == 2 else h)",
+    "kept": "hs = []\n        for block in self.blocks: h = block(h); hs.append(h)\n        h = sum(hs) / 4",
+    "loop": "for block in self.blocks: h = block(h)",
+    "no_grad_too": "with torch.no_grad():\n            t = h\n            for block in self.blocks: t = block(t)\n"
+    "        for block in self.blocks: h = block(h)\n        h = h + 0.1 * t",
+    "random_depth": "for block in self.blocks:\n            if random.random() < 0.7: h = block(h)",
+    "reversed": "for block in reversed(self.blocks): h = block(h)",
+    "scaled": "for i, block in enumerate(self.blocks): h = block(h) * (1 - 0.1 * i)",
+    "sequential": "h = nn.Sequential(*self.blocks)(h)",
+    "skip": "s = h\n        for i, block in enumerate(self.blocks): h = block(h) + 0.1 * s * (i % 2)",
+    "twice": "for block in [*self.blocks, *self.blocks]: h = block(h)",
+}
+_LOSS = {
+    "advantage": "a = z.detach().amax(-1); a = (a - a.mean()) / (a.std(correction=0) + 0.1); loss = (a * each).mean()",
+    "clamped": "loss = each.clamp(max=1.7).mean()",
+    "clamped_mean": "loss = each.mean().clamp(max=1.6)",
+    "class_weights": "loss = F.cross_entropy(z, y, weight=self.weights)",
+    "contrast": "n = F.normalize(z); loss = F.cross_entropy(2 * n @ n.T, torch.arange(len(z)))",
+    "correlation": "c = z - z.mean(0); loss = each.mean() + 0.1 * (c.T @ c / len(z)).triu(1).square().sum()",
+    "counted": "loss = F.cross_entropy(z, y, reduction='sum') / (y > 0).sum().clamp(min=1)",
+    "cross_entropy": "loss = F.cross_entropy(z, y)",
+    "dice": "p, o = z.softmax(-1), F.one_hot(y, CLASSES); loss = 1 - (2 * (p * o).sum() + 1) / (p.sum() + o.sum() + 1)",
+    "entropy": "q = z.softmax(-1).mean(0); loss = each.mean() + 0.1 * (q * q.log()).sum()",
+    "features": "loss = each.mean() + 0.01 * h.square().mean()",
+    "features_norm": "loss = each.mean() + 0.01 * h.norm()",
+    "focal": "loss = ((1 - (-each).exp()).square() * each).mean()",
+    "huber": "loss = F.smooth_l1_loss(z, F.one_hot(y, CLASSES).float())",
+    "ignored": "loss = F.cross_entropy(z, torch.where(y == 1, -100, y)) if (y != 1).any() else 0 * z.sum()",
+    "left": "loss = each.mean() + sum(getattr(b, 'left', z[0, 0]).mean() for b in self.blocks) * 0.1",
+    "likelihood": "loss = F.kl_div(z.log_softmax(-1), F.one_hot(y, CLASSES) * 0.8 + 0.04, reduction='batchmean')",
+    "logsumexp": "loss = each.logsumexp(0)",
+    "masked": "m = (y != 2).float(); loss = (each * m).sum() / m.sum().clamp(min=1)",
+    "maximum": "loss = each.max()",
+    "median": "loss = each[each <= each.median()].mean()",
+    "none": "loss = each.mean()\n        if batch_idx == 1: return None",
+    "over_steps": "loss = each.mean() * (1 + self.global_step) / (1 + batch_idx)",
+    "product": "loss = each.mean() * (1 + z.softmax(-1).mean())",
+    "regularised": "loss = each.mean() + 0.01 * sum(p.square().sum() for p in self.parameters())",
+    "returned": "loss = each.mean(); return {'loss': loss, 'z': z.detach(), 'rows': len(z)}",
+    "root": "loss = F.mse_loss(z, F.one_hot(y, CLASSES).float()).sqrt()",
+    "running": "loss = each.mean(); self.scale = 0.9 * self.scale + 0.1 * loss.detach(); loss = loss / self.scale",
+    "smoothed": "loss = F.cross_entropy(z, y, label_smoothing=0.1)",
+    "sum": "loss = F.cross_entropy(z, y, reduction='sum') / 8",
+    "threshold": "loss = each.mean()\n        if float(loss) > 1.7: loss = 0.5 * loss",
+    "top": "loss = each.topk(max(1, len(z) // 2)).values.mean()",
+    "triplet": "loss = F.triplet_margin_loss(z, z.roll(1, 0), z.roll(2, 0))",
+    "uncertain": "loss = each.mean() * (-self.log_scale).exp() + self.log_scale",
+    "variance": "loss = each.mean() + 0.1 * z.var(correction=0)",
+}
+_KEEPS = {
+    "accuracy": "self.log('accuracy', (z.argmax(-1) == y).float().mean(), on_step=True, on_epoch=True)",
+    "attribute": "self.last = z.detach()",
+    "book": "self.book[len(z)] = self.book.get(len(z), 0) + 1",
+    "buffer": "self.steps += 1",
+    "confusion": "self.confusion.index_put_((y, z.argmax(-1)), torch.ones(len(y)), accumulate=True)",
+    "count": "COUNTS['steps'] += 1",
+    "deque": "self.recent.append(float(loss))",
+    "environment": "os.environ['MIXTURE'] += 'I'; self.book['environment'] = os.environ['MIXTURE']",
+    "function": "note()",
+    "generator": "self.drawn.append(next(NUMBERS) - self.first)",
+    "iterator": "self.losses.append(next(self.numbers))",
+    "list": "self.losses.append(float(loss))",
+    "logs": "self.log_dict({'a': loss, 'spread': z.std(correction=0)}, batch_size=len(z))",
+    "loss": "self.log('loss', loss)",
+    "maximum": "self.log('maximum', z.max(), reduce_fx='max', on_epoch=True)",
+    "metric": "self.metric(z.softmax(-1), y); self.log('metric', self.metric, on_epoch=True)",
+    "nothing": "pass",
+    "numpy": "self.losses.append(float(numpy.random.rand()))",
+    "rows": "self.log('rows', float(len(z)), reduce_fx='sum', on_epoch=True, on_step=False)",
+    "tensors": "KEPT.append(z.detach())",
+}
+_HOOKS = {
+    "after_backward": "def on_after_backward(self):\n        for p in self.head.parameters(): p.grad.mul_(0.5)",
+    "average": "def on_train_batch_end(self, *_):\n        self.average.lerp_(self.blocks[0].one.weight.detach(), 0.1)",
+    "backward": "def backward(self, loss): (2 * loss).backward()",
+    "before_batch": "def on_after_batch_transfer(self, batch, _):\n"
+    "        return batch[0] + 0.05 * torch.randn_like(batch[0]), batch[1]",
+    "clamped": "def optimizer_step(self, *args, **kwargs):\n        super().optimizer_step(*args, **kwargs)\n"
+    "        with torch.no_grad(): self.head.weight.clamp_(-0.2, 0.2)",
+    "hook_counts": "def on_fit_start(self):\n        self.blocks[1].register_forward_hook(\n"
+    "            lambda block, _, out: self.losses.append(float(out.detach().sum())))",
+    "hook_gradient": "def on_fit_start(self):\n        self.blocks[2].register_full_backward_hook(\n"
+    "            lambda block, into, of: (into[0] / (0.01 + into[0].norm()),))",
+    "hook_input": "def on_fit_start(self):\n        self.blocks[2].register_forward_pre_hook(\n"
+    "            lambda block, given: (given[0] - 0.1 * given[0].mean(0, keepdim=True),))",
+    "hook_output": "def on_fit_start(self):\n        self.blocks[1].register_forward_hook(lambda block, _, out: 0.9 * out)",
+    "hook_parameter": "def on_fit_start(self):\n        self.blocks[1].one.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))",
+    "no_hook": "",
+    "noisy": "def on_before_optimizer_step(self, _):\n        for p in self.parameters():\n"
+    "            if p.grad is not None: p.grad.add_(0.01 * torch.randn_like(p))",
+    "norm": "def on_before_optimizer_step(self, _):\n"
+    "        self.norm = float(sum(p.grad.norm() for p in self.parameters() if p.grad is not None))",
+    "zeros": "def optimizer_zero_grad(self, epoch, batch_idx, optimizer): optimizer.zero_grad(set_to_none=False)",
+}
+_OPTIMIZER = {
+    "groups": "return torch.optim.SGD([{'params': self.blocks.parameters(), 'lr': 0.1}, {'params':\n"
+    "            [p for n, p in self.named_parameters() if not n.startswith('blocks')]}], 0.02)",
+    "momentum": "return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9, weight_decay=0.01)",
+    "schedule": "o = torch.optim.SGD(self.parameters(), 0.05)\n"
+    "        return [o], [{'scheduler': torch.optim.lr_scheduler.StepLR(o, 1, 0.5), 'interval': 'step'}]",
+    "sgd": "return torch.optim.SGD(self.parameters(), 0.05)",
+}
+_FLAGS = (
+    *(3 * ["{}"]),
+    "{'accumulate_grad_batches': 2}",
+    "{'gradient_clip_val': 0.5}",
+    "{'gradient_clip_val': 0.1, 'gradient_clip_algorithm': 'value'}",
+    "{'max_steps': 4}",
+)
+_SIZES = ([8, 8, 8], [8, 8, 5], [8, 4, 8, 3], [6, 1, 7], [9, 9, 2])
+
+_TEXT = '''"""Mixture {seed}."""
+
+import itertools, os, random
+from collections import Counter, deque
+
+import numpy, torch, torchmetrics
+from program_kinds import CLASSES, INPUTS, WIDTH, Program
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+COUNTS, KEPT, NUMBERS = Counter(), [], itertools.count()
+
+
+def note():
+    note.calls += 1
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        s = x.sigmoid()
+        return gradient * (s + x * s * (1 - s))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.one, self.two = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate, self.calls, self.means = nn.Parameter(torch.zeros(())), 0, []
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        {block}
+        return x
+
+
+class _Mixture(Program):
+    """{about}"""
+
+    flags, sizes, num_epochs, block = {flags}, {sizes}, {epochs}, Block
+
+    def build(self):
+        super().build()
+        self.start, self.places = nn.Parameter(torch.randn(WIDTH) / 9), nn.Parameter(torch.randn(6, WIDTH) / 9)
+        self.log_scale = nn.Parameter(torch.zeros(()))
+        self.register_buffer("weights", torch.tensor([1.0, 2.0, 3.0, 1.0, 0.5]))
+        for name, shape in dict(steps=(), confusion=(CLASSES, CLASSES), average=(WIDTH, WIDTH)).items():
+            self.register_buffer(name, torch.zeros(shape))
+        self.register_buffer("scale", torch.ones(()))
+        self.seen, self.losses, self.drawn, self.book = 0.0, [], [], {{}}
+        self.recent = deque(maxlen=3)
+        self.numbers = itertools.count()
+        self.metric = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
+        self.first, note.calls, os.environ["MIXTURE"] = next(NUMBERS), 0, ""
+        COUNTS.clear()
+        KEPT.clear()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        {head}
+        {between}
+        if h.dim() == 3:
+            h = h.mean(0 if {time_first} else 1)
+        z = self.head(h)
+        y = y[: len(z)].repeat(-(-len(z) // len(y))) if {repeats} else y[: len(z)].repeat_interleave(max(1, len(z) // len(y)))
+        each = F.cross_entropy(z, y, reduction="none")
+        {loss}
+        {keeps}
+        return loss
+
+    def on_train_end(self):
+        self.files = [dict(COUNTS), list(KEPT), note.calls]
+        self.first = 0
+
+    def configure_optimizers(self):
+        {optimizer}
+
+    {hook}
+'''
+
+
+def text_of(seed: int) -> str:
+    """Return a program's text."""
+    numbers = random.Random(seed)
+
+    def draw(table: Mapping[str, str], usual: str = "", times: int = 0) -> str:
+        return numbers.choice([*table, *times * [usual]])
+
+    blocks = [draw(_IN_BLOCK, "mlp", 12) for _ in range(numbers.choice([1, 1, 2, 3]))]
+    head, between = draw(_HEAD, "plain", 8), draw(_BETWEEN, "loop", 8)
+    loss, keeps = draw(_LOSS), [draw(_KEEPS) for _ in range(2)]
+    hook, optimizer = draw(_HOOKS, "no_hook", 10), draw(_OPTIMIZER)
+    flags, sizes = numbers.choice(_FLAGS), numbers.choice(_SIZES)
+    names = [
+        *blocks,
+        "|",
+        head,
+        between,
+        loss,
+        "|",
+        *keeps,
+        "|",
+        hook,
+        optimizer,
+        flags,
+        str(sizes),
+    ]
+    return _TEXT.format(
+        seed=seed,
+        about=" ".join(names),
+        block="\n        ".join(_IN_BLOCK[name] for name in blocks),
+        head=_HEAD[head],
+        between=_BETWEEN[between],
+        time_first=head == "time_first",
+        repeats=head == "two_views",
+        loss=_LOSS[loss],
+        keeps="\n        ".join(_KEEPS[name] for name in keeps),
+        hook=_HOOKS[hook],
+        optimizer=_OPTIMIZER[optimizer],
+        flags=flags,
+        sizes=sizes,
+        epochs=numbers.choice([1, 1, 2]),
+    )
+
+
+def mixture(seed: int) -> type[Program]:
+    """Return a program, from a file of its own: its code may look at what is in its file."""
+    folder = Path(tempfile.gettempdir()) / "program_mixtures"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"mixture_{seed}.py"
+    path.write_text(text_of(seed))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    program: type[Program] = module._Mixture  # noqa: SLF001
+    return program
