@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from roundpipe_lightning.engine.capture.trees import parameters_in
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import HostEvent
 from roundpipe_lightning.engine.store.flat_buffers import (
@@ -149,7 +148,7 @@ class HostStore:
     def check_blocks(self) -> None:
         """Raise if a block has parameters that it had not when the store was made."""
         for block, known in self._ids_of_block.items():
-            if not known.issuperset(map(id, parameters_in(block))):
+            if not known.issuperset(map(id, block.parameters())):  # a module may make new ones then
                 names = [name for name, p in block.named_parameters() if id(p) not in known]
                 raise ConfigurationError(
                     f"A block ({type(block).__name__}) has parameters that it had not when the "
