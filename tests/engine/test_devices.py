@@ -134,15 +134,19 @@ def test_errors_are_handed_over_and_the_thread_lives_on(error: BaseException) ->
         assert team.start([lambda: None] * 2, on_failure=_unexpected).wait(60)
 
 
-class _Held(threading.Event):
-    """Holds the thread that tells others of an end, when they know."""
+class _Held:
+    """A gate that holds the thread that has opened it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._gate = threading.Lock()
+        self._gate.acquire()
         self.goes_on = threading.Event()
 
-    def set(self) -> None:
-        super().set()
+    def acquire(self, timeout: float = -1) -> bool:
+        return self._gate.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._gate.release()
         if threading.current_thread() is not threading.main_thread():
             _wait(self.goes_on)
 
@@ -166,7 +170,8 @@ def test_a_run_that_is_over_holds_no_task() -> None:
         run = team.start([partial(task, result)], on_failure=partial(unexpected, result))
         del result
         _wait(started)
-        run._over = held = _Held()
+        held: Any = _Held()
+        run._gate = held
         begin.set()
         assert run.wait(60)
         assert note() is None, "its thread has come no further than to tell of the end"
