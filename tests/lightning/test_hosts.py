@@ -324,11 +324,11 @@ class Waiting(Block):
 
 def train_waiting(rank: int, folder: Path, flags: dict[str, Any]) -> int:
     """Train two steps that end only if the exchange goes on beside both passes."""
-    num_written, plain_added = 0, exchange._added
+    num_written, add_into = 0, exchange._add_into
 
-    def added(terms: Sequence[Tensor]) -> Tensor:
+    def added(sums: Tensor, taken: Sequence[Tensor]) -> None:
         _summed.set()
-        return plain_added(terms)
+        add_into(sums, taken)
 
     def written(values: Sequence[Tensor], elements: slice, new: Tensor) -> None:
         nonlocal num_written
@@ -346,7 +346,7 @@ def train_waiting(rank: int, folder: Path, flags: dict[str, Any]) -> int:
         hints={"forward": (1, 1, 1), "backward": (1, 1, 1, 1)},
     )
     trainer = make_trainer(folder, strategy=strategy, num_nodes=2, max_steps=2, **flags)
-    with mock.patch.multiple(exchange, _added=added, write_range=written):
+    with mock.patch.multiple(exchange, _add_into=added, write_range=written):
         trainer.fit(module, regression_data(24, batch_size=6))
     return num_written
 
@@ -368,8 +368,8 @@ def train_with_a_lie(
         return train(rank, num, folder, case)
 
 
-def _first_of(terms: Sequence[Tensor]) -> Tensor:
-    return terms[0].clone()
+def _first_of(sums: Tensor, taken: Sequence[Tensor]) -> None:
+    sums.copy_(taken[0])
 
 
 def _nothing(*_: Any) -> None:
@@ -381,12 +381,12 @@ def _swapped(values: Sequence[Tensor], elements: slice, new: Tensor) -> None:
     write_range(values, elements, new.roll(len(new) // 2))
 
 
-def _equal_shares(counts: Sequence[float]) -> list[float]:
+def _equal_shares(counts: Sequence[float], **_: float) -> list[float]:
     return [1 / len(counts)] * len(counts)
 
 
 LIES: dict[str, tuple[Case, str, Any]] = {
-    "a host's gradients lost": (Case(), "engine.exchange.exchange._added", _first_of),
+    "a host's gradients lost": (Case(), "engine.exchange.exchange._add_into", _first_of),
     "new values lost": (Case(), "engine.exchange.exchange.write_range", _nothing),
     "new values swapped": (Case(), "engine.exchange.exchange.write_range", _swapped),
     "a plain mean": (Case(padded=True), "strategy.hosts.data.shares_of", _equal_shares),

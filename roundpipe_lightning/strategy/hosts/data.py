@@ -77,7 +77,7 @@ class BatchShares:
                 "host_share is a number on some hosts, on others it is 'auto' or 'measured': set "
                 "the same on all hosts, or a number on each."
             )
-        shares = _shares_of([float(number) for _, number in told], alike=1.0 if named else _ALIKE)
+        shares = shares_of([float(number) for _, number in told], alike=1.0 if named else _ALIKE)
         self._state: dict[str, Any] = {"before": shares, "shares": shares, "start": 0, "epoch": 0}
         self._tell()
 
@@ -115,9 +115,8 @@ class BatchShares:
             return
         synchronize()
         self._rows.clear()
-        rate = median(self._rates[_FIRST - 1 :])  # samples that this host computes in a second
-        told = self._hosts.control.objects((rate, self.num_drawn))
-        shares = _shares_of([rate for rate, _ in told], alike=_ALIKE)
+        told = self._hosts.control.objects((self.rate(), self.num_drawn))
+        shares = shares_of([rate for rate, _ in told], alike=_ALIKE)
         self._state = {
             "before": self._state["shares"],
             "shares": shares,
@@ -128,6 +127,10 @@ class BatchShares:
         rates = ", ".join(f"{rate:.4g}" for rate, _ in told)
         rank_zero_info(f"roundpipe: hosts compute {rates} samples/s.")
         self._tell()
+
+    def rate(self) -> float:
+        """Return the samples that this host computes in a second."""
+        return median(self._rates[_FIRST - 1 :])
 
     def _tell(self) -> None:
         if len(set(self._state["shares"])) > 1:
@@ -147,10 +150,6 @@ def divide_memory(hosts: Hosts, options: Options) -> None:
             "that they are 1 together, or leave it out on all."
         )
     hosts.parts = parts or [1 / hosts.num] * hosts.num
-
-
-def _shares_of(numbers: Sequence[float], *, alike: float) -> Sequence[float]:
-    return shares_of([1.0] * len(numbers) if max(numbers) < alike * min(numbers) else numbers)
 
 
 class HostBatches:
@@ -332,7 +331,7 @@ def _check_terms(parts: Sequence[HostPart]) -> None:
         )
 
 
-def shares_of(counts: Sequence[float]) -> Sequence[float]:
-    """Return the shares of counts in their sum; equal ones where all are 0."""
-    total = sum(counts)
+def shares_of(counts: Sequence[float], *, alike: float = 1.0) -> Sequence[float]:
+    """Return shares of counts in their sum; equal ones where all are 0, or within a factor."""
+    total = sum(counts) if max(counts) >= alike * min(counts) else 0
     return [count / total if total else 1 / len(counts) for count in counts]
