@@ -215,21 +215,18 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         kept = {storage._cdata for storage in steady}  # noqa: SLF001 - torch's own key for a storage
-        protected: list[Storage] = []
-
-        def copied_unless_kept(entry: Record) -> Record:
-            if not isinstance(entry.data, Storage):
-                return entry
-            if entry.data._cdata in kept:  # noqa: SLF001
-                protected.append(entry.data)
-                return entry
-            return replace(entry, data=entry.data.clone())
-
         content = self._content(checkpoint)
         if isinstance(content, Part):
-            protected += content.copy_all_but(kept)
+            protected = content.copy_all_but(kept)
         else:
-            content = tuple(map(copied_unless_kept, content))
+            protected, copied = [], list[Record]()
+            for entry in content:
+                if isinstance(entry.data, Storage) and entry.data._cdata in kept:  # noqa: SLF001
+                    protected.append(entry.data)
+                elif isinstance(entry.data, Storage):
+                    entry = replace(entry, data=entry.data.clone())
+                copied.append(entry)
+            content = copied
         snapshot = self.snapshots.protect(protected)
 
         def write() -> None:

@@ -435,8 +435,7 @@ class _FactoryDispatch(TorchDispatchMode):
         place = place_of_device(kwargs.get("device"))
         if place is None or any(issubclass(t, TaggedTensor) for t in types):
             return func(*args, **kwargs)
-        out = func(*args, **{**kwargs, "device": torch.device("cpu")})
-        return tree_map_only(torch.Tensor, lambda x: _tagged(x, place), out)
+        return _execute_to(place, func, args, kwargs)
 
 
 class _FactoryFunctions(TorchFunctionMode):

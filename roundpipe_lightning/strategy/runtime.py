@@ -72,35 +72,17 @@ class NoBlocksWarning(UserWarning):
     """No stack of blocks was found in the module, so it runs as one stage."""
 
 
-class FinalVersions:
-    """Parameters with which the next step of an ended training would compute.
-
-    Held as long as the parameters are those that the training has made.
-    """
-
-    def __init__(self, previous: Mapping[nn.Parameter, Tensor]) -> None:
-        self._values = dict(previous)
-        self._fingerprints = [fingerprint(parameter) for parameter in previous]
-
-    def values(self) -> Mapping[nn.Parameter, Tensor]:
-        if [fingerprint(parameter) for parameter in self._values] != self._fingerprints:
-            self._values, self._fingerprints = {}, []
-        return self._values
-
-
 class PipelineRuntime:
     """From the strategy's set-up to its teardown; what it found out can be read afterwards, too.
 
     The engine opens with the first batch: what the training needs is known then, and checked.
 
     Args:
-        module: The user's module, attached to its trainer.
         precision: Gives the microbatch threads their context and the loss its scale.
         optimizers: The optimizers of a training; none for an evaluation.
         overlaps_on_host: Whether the optimizer's steps are made while other things go on where
             workers and optimizer share the processor; elsewhere they are.
         hosts: All hosts, where several have a part of each batch.
-        plan_listeners: Called with plans that are about to be run.
         step_listeners: Called with training steps that have ended, as early as that is known.
 
     Attributes:
@@ -186,7 +168,8 @@ class PipelineRuntime:
         self._engine: Engine | None = None
         self._peak_device_bytes = 0
         self._previous: dict[nn.Parameter, Tensor] = {}  # from a checkpoint
-        self._left = FinalVersions({})
+        # Of an ended training: with what the next step would compute, and the parameters' marks.
+        self._left: dict[nn.Parameter, tuple[Tensor, Any]] = {}
         self._num_overlapped = 0  # windows in a row
         self._assumed_rates = computes_on_host and self._planner.machine.name == "cpu"
         self._plan_listeners = plan_listeners
@@ -247,7 +230,8 @@ class PipelineRuntime:
         updater, self.updater = self.updater, None
         if updater is not None:
             with suppress(Exception):  # of an update that nobody joined for
-                self._left = FinalVersions(updater.previous_values())
+                previous = updater.previous_values()
+                self._left = {p: (values, fingerprint(p)) for p, values in previous.items()}
             updater.close()
         self._peak_device_bytes = self.peak_device_bytes
         engine, self._engine = self._engine, None
@@ -682,7 +666,12 @@ class PipelineRuntime:
 
     def previous_parameters(self) -> dict[str, Tensor]:
         """Return the parameters of the next step where they are not those of the module."""
-        previous = self._left.values() if self.updater is None else self.updater.previous_values()
+        if self.updater is not None:
+            previous = dict(self.updater.previous_values())
+        else:  # as long as the parameters are those that the training has made
+            if any(fingerprint(p) != mark for p, (_, mark) in self._left.items()):
+                self._left = {}
+            previous = {p: values for p, (values, _) in self._left.items()}
         return {n: previous[p] for n, p in self._module.named_parameters() if p in previous}
 
     def load_previous_parameters(self, state: Mapping[str, Tensor]) -> None:
