@@ -114,14 +114,14 @@ class Model:
     def layout(self) -> PipelineLayout:
         """The best even stages that fit the devices, microbatches in rounds of 8, no teams."""
         num_microbatches = TOKENS_PER_STEP[self.name] // SHAPE.tokens
-        memory = MemoryModel(work=self.work, hardware=self.hardware)
+        memory = MemoryModel(work=self.work, hardware=self.hardware, shape=SHAPE)
         layouts = [
             PipelineLayout(
                 partition=partition, num_microbatches=num_microbatches, round_size=ROUND_SIZE
             )
             for partition in even_partitions(self.profile)
         ]
-        fitting = [each for each in layouts if memory.report(each, shape=SHAPE).fits]
+        fitting = [each for each in layouts if memory.report(each).fits]
         return min(fitting, key=lambda each: self.seconds(each, num_microbatches=2 * ROUND_SIZE))
 
     def seconds(self, layout: PipelineLayout, *, num_microbatches: int) -> float:
@@ -170,11 +170,11 @@ class Model:
             )
             for slots in (1, 2)
         ]
-        memory = MemoryModel(work=self.work, hardware=self.hardware)
 
         def shortage(count: int) -> float:
             shape = MicrobatchShape(sequences=1, seq_len=128 * count)
-            return min(memory.report(layout, shape=shape).missing_share for layout in layouts)
+            memory = MemoryModel(work=self.work, hardware=self.hardware, shape=shape)
+            return min(memory.report(layout).missing_share for layout in layouts)
 
         return longest_that_fits(shortage, too_long=2**20) / 8
 

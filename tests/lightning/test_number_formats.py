@@ -300,10 +300,9 @@ def test_the_planner_counts_masters_and_copies() -> None:
         sized = sizes.resized(work, chain)
         storage = storage_of([optimizer], masters=sizes.narrow)
         shape = MicrobatchShape(sequences=1, seq_len=1)
-        model = MemoryModel(work=sized, hardware=hardware, storage=storage)
+        model = MemoryModel(work=sized, hardware=hardware, shape=shape, storage=storage)
         plan = default_plan(size_model(sized, shape=shape), num_workers=8, num_microbatches=8)
-        report = model.report(plan.layout, shape=shape)
-        needs.append(report)
+        needs.append(model.report(plan.layout))
     wide, narrow = needs
     num = sum(p.numel() for p in module.parameters() if p.dim() == 2)
     host = [need.host.of(MemoryKind.WEIGHTS) + need.host.of(MemoryKind.MASTERS) for need in needs]

@@ -64,12 +64,12 @@ def memory(*, trained: bool = True, **changes: object) -> MemoryModel:
     if not trained:
         segments = [part(p.name, size=p.parameter_bytes, trained=False) for p in profile.segments]
         profile = WorkProfile(head=segments[0], blocks=tuple(segments[1:-1]), tail=segments[-1])
-    whole = MemoryModel(work=profile, hardware=machine)
+    whole = MemoryModel(work=profile, hardware=machine, shape=SHAPE)
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
 def test_a_device_is_counted_at_the_stage_that_needs_the_most() -> None:
-    need = memory().report(LAYOUT, shape=SHAPE).device
+    need = memory().report(LAYOUT).device
     # stages F0 F1 X0 B1 B2 B3 alternate on two workers: B1 (two blocks) is followed by B3, which
     # has the trained head, and follows F1, which has no gradients
     assert str(need.stage) == "B1[2:4]"
@@ -85,12 +85,12 @@ def test_the_next_round_is_uploaded_only_where_there_is_one() -> None:
     last = Partition(forward=(1, 1, 1, 1), backward=(0, 1, 1, 1, 1))
     one = PipelineLayout(partition=last, num_microbatches=4, round_size=4)
     two = replace(one, num_microbatches=8)
-    more = memory().report(two, shape=SHAPE).device.total_bytes
-    assert more > memory().report(one, shape=SHAPE).device.total_bytes
+    more = memory().report(two).device.total_bytes
+    assert more > memory().report(one).device.total_bytes
 
 
 def test_a_host_is_counted_by_kind() -> None:
-    need = memory().report(LAYOUT, shape=SHAPE).host
+    need = memory().report(LAYOUT).host
     parameters = (4 * 10_000 + 10_000) // 2
     assert need.of(MemoryKind.WEIGHTS) == 2 * parameters
     assert need.of(MemoryKind.MASTERS) == need.of(MemoryKind.GRADIENTS) == 4 * parameters
@@ -132,7 +132,7 @@ def test_hosts_divide_what_they_have_of_blocks(
     model = memory(work=many, hardware=machine, **options)
     num_hosts = 4 if share else num_hosts  # it has as much as one of four
     kinds = (MemoryKind.WEIGHTS, MemoryKind.MASTERS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER)
-    need = model.report(layout, shape=SHAPE).host
+    need = model.report(layout).host
     master_bytes, num_gradients = model.storage.master_bytes, 1 + model.accumulates
     masters = master_bytes / min(num_hosts, 2)
     others = 5_000 * (2 + masters + 4 * num_gradients + 8 / num_hosts)
@@ -148,19 +148,17 @@ def test_workers_on_the_host_have_the_gradients_of_what_they_run() -> None:
     machine = replace(cpu, host_bytes=size, device_bytes=size)
     layout = replace(LAYOUT, num_microbatches=1, round_size=1)
     for shape, busy in ((LAYOUT, 2), (layout, 1)):
-        report = memory(hardware=machine).report(shape, shape=SHAPE)
+        report = memory(hardware=machine).report(shape)
         assert report.device.of(MemoryKind.GRADIENTS) == 2 * 10_000
         assert report.host.available_bytes == size - busy * report.device.total_bytes
 
 
 def test_frozen_weights_need_no_gradients_masters_or_state() -> None:
     full, frozen = memory(), memory(trained=False)
-    device, host = (
-        getattr(frozen.report(LAYOUT, shape=SHAPE), place) for place in ("device", "host")
-    )
+    device, host = (getattr(frozen.report(LAYOUT), place) for place in ("device", "host"))
     assert device.of(MemoryKind.GRADIENTS) == 0
     assert {kind for kind, _ in host.num_bytes} == {MemoryKind.WEIGHTS, MemoryKind.BOUNDARIES}
-    assert device.total_bytes < full.report(LAYOUT, shape=SHAPE).device.total_bytes
+    assert device.total_bytes < full.report(LAYOUT).device.total_bytes
     half = frozen.work.each(
         lambda part: replace(
             part,
@@ -169,7 +167,7 @@ def test_frozen_weights_need_no_gradients_masters_or_state() -> None:
         )
     )
     nibbles = replace(frozen, work=half, storage=ParameterStorage(frozen_bits=4))
-    small = nibbles.report(LAYOUT, shape=SHAPE).host.of(MemoryKind.WEIGHTS)
+    small = nibbles.report(LAYOUT).host.of(MemoryKind.WEIGHTS)
     with_scales = (4.5 / 16 + 1) / 2
     assert small == pytest.approx(host.of(MemoryKind.WEIGHTS) * with_scales, abs=1)
 
@@ -177,17 +175,17 @@ def test_frozen_weights_need_no_gradients_masters_or_state() -> None:
 def test_mapped_weights_need_buffers_instead_of_memory() -> None:
     storage = ParameterStorage(weights=WeightStorage.MEMORY_MAPPED)
     mapped = replace(memory(trained=False), storage=storage)
-    need = mapped.report(LAYOUT, shape=SHAPE).host
+    need = mapped.report(LAYOUT).host
     assert need.of(MemoryKind.WEIGHTS) == 0
     assert need.of(MemoryKind.STAGING) == 2 * 2 * 24_000
 
 
 def test_what_is_missing_is_named() -> None:
-    report = memory().report(LAYOUT, shape=SHAPE)
+    report = memory().report(LAYOUT)
     assert report.fits
     assert report.reason == ""
     small = memory(hardware=replace(memory().hardware, device_bytes=50_000, host_bytes=1000))
-    report = small.report(LAYOUT, shape=SHAPE)
+    report = small.report(LAYOUT)
     assert not report.fits
     assert report.device.missing_bytes == report.device.total_bytes - 50_000
     assert "GiB of device memory are missing" in report.reason
@@ -196,7 +194,7 @@ def test_what_is_missing_is_named() -> None:
 
 
 def test_one_slot_holds_no_weights_of_the_next_stage() -> None:
-    footprint = memory().footprint(SHAPE)
+    footprint = memory().footprint
     two, one = (
         footprint.stage_bytes(replace(LAYOUT, weight_slots=slots))[MemoryKind.WEIGHTS]
         for slots in (2, 1)
@@ -212,7 +210,7 @@ def test_without_recompute_the_fused_stage_keeps_everything() -> None:
         layout = PipelineLayout(
             partition=whole, num_microbatches=num_microbatches, round_size=4, team_size=2
         )
-        need = memory().report(layout, shape=SHAPE).device
+        need = memory().report(layout).device
         assert need.of(MemoryKind.WEIGHTS) == 4 * 10_000 + 4_000 + 6_000
         assert need.of(MemoryKind.GRADIENTS) == 4 * 10_000 + 4_000 + 6_000
         assert need.of(MemoryKind.ACTIVATIONS) == 6 * 5_000 + 3_000
@@ -222,9 +220,9 @@ def test_kept_attention_is_on_its_way_and_on_the_host() -> None:
     attention = Amount(per_token=7)
     blocks = tuple(replace(block, attention_bytes=attention) for block in work().blocks)
     model = memory(work=work(blocks=blocks))
-    full = model.report(LAYOUT, shape=SHAPE)
+    full = model.report(LAYOUT)
     kept = replace(LAYOUT, recompute=RecomputePolicy.SELECTIVE)
-    selective = model.report(kept, shape=SHAPE)
+    selective = model.report(kept)
     assert str(selective.device.stage) == "B1[2:4]"
     more = [r.of(MemoryKind.BOUNDARIES) for r in (selective.device, full.device)]
     assert more[0] - more[1] == 2 * 700
@@ -234,14 +232,14 @@ def test_kept_attention_is_on_its_way_and_on_the_host() -> None:
 
 def test_cpu_workers_use_the_host_s_memory() -> None:
     cpu = replace(load_hardware("cpu"), num_devices=2, host_bytes=10**6)
-    report = memory(hardware=cpu).report(LAYOUT, shape=SHAPE)
+    report = memory(hardware=cpu).report(LAYOUT)
     assert report.device.of(MemoryKind.WEIGHTS) == 0
     assert report.host.of(MemoryKind.WEIGHTS) == 0
     assert report.host.available_bytes == 10**6 - 2 * report.device.total_bytes
     gradients = report.host.of(MemoryKind.GRADIENTS)
     assert report.host.of(MemoryKind.RESERVED) == gradients > 0, "holes that they leave"
     larger = work(blocks=(part("layers", size=2**32),) * 4)
-    report = memory(hardware=cpu, work=larger).report(LAYOUT, shape=SHAPE)
+    report = memory(hardware=cpu, work=larger).report(LAYOUT)
     assert report.host.of(MemoryKind.RESERVED) == 2**28
 
 
@@ -258,10 +256,10 @@ def test_more_microbatches_or_tokens_never_need_less(
     layout = replace(LAYOUT, round_size=round_size, team_size=team_size)
     shape = MicrobatchShape(sequences=sequences, seq_len=seq_len)
     larger = MicrobatchShape(sequences=sequences, seq_len=seq_len + 1)
-    report, more = (memory().report(layout, shape=s) for s in (shape, larger))
+    report, more = (memory(shape=s).report(layout) for s in (shape, larger))
     assert more.device.total_bytes >= report.device.total_bytes
     assert more.host.total_bytes >= report.host.total_bytes
-    wider = memory().report(replace(layout, round_size=4), shape=shape)
+    wider = memory(shape=shape).report(replace(layout, round_size=4))
     if round_size < 4 and layout.num_microbatches > 4:
         assert wider.device.total_bytes >= report.device.total_bytes
 
@@ -269,7 +267,7 @@ def test_more_microbatches_or_tokens_never_need_less(
 @pytest.mark.parametrize("team_size", [1, 2])
 def test_teams_share_the_round_s_inputs(team_size: int) -> None:
     layout = replace(LAYOUT, team_size=team_size)
-    need = memory().report(layout, shape=SHAPE).device
+    need = memory().report(layout).device
     assert need.of(MemoryKind.BOUNDARIES) == (4 // team_size + 2) * 200
 
 

@@ -53,10 +53,9 @@ class MemoryKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
-    """Memory needed in one place, against the memory it has.
+    """Memory needed in one place, the device or the host, against the memory it has.
 
     Attributes:
-        place: `device` or `host`.
         stage: The stage that needs the most; None for the host.
         num_bytes: Bytes by kind, largest first.
     """

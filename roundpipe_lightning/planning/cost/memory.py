@@ -60,7 +60,7 @@ class MemoryReport:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """A model on a machine, of which plans are asked.
+    """A model on a machine, of which plans are asked what memory they need.
 
     Attributes:
         accumulates: Whether a step is of several batches.
@@ -69,13 +69,14 @@ class MemoryModel:
 
     work: WorkProfile
     hardware: HardwareSpec
+    shape: MicrobatchShape
     storage: ParameterStorage = field(default_factory=ParameterStorage)
     accumulates: bool = False
     clips: bool = False
 
-    def report(self, layout: PipelineLayout, *, shape: MicrobatchShape) -> MemoryReport:
-        device = self.footprint(shape).need(layout)
-        return MemoryReport(device=device, host=self._host_need(layout, shape, device.total_bytes))
+    def report(self, layout: PipelineLayout) -> MemoryReport:
+        device = self.footprint.need(layout)
+        return MemoryReport(device=device, host=self._host_need(layout, device.total_bytes))
 
     @property
     def host_may_fit(self) -> bool:
@@ -84,37 +85,29 @@ class MemoryModel:
         least = sum(self._host_parameters.values()) + sums * self.storage.gradient_bytes
         return least <= self.hardware.host_bytes
 
-    def host_fits(self, layout: PipelineLayout, *, shape: MicrobatchShape) -> bool:
-        device = 0.0
-        if self.hardware.shares_host_memory:
-            device = self.footprint(shape).most_bytes(layout)
-        return not self._host_need(layout, shape, device).missing_bytes
-
-    def footprint(self, shape: MicrobatchShape) -> Footprint:
-        if shape not in self._footprints:
-            profile = self.storage.stored(size_model(self.work, shape=shape))
-            self._footprints[shape] = Footprint(profile, hardware=self.hardware)
-        return self._footprints[shape]
+    def host_fits(self, layout: PipelineLayout) -> bool:
+        shares = self.hardware.shares_host_memory
+        device = self.footprint.most_bytes(layout) if shares else 0.0
+        return not self._host_need(layout, device).missing_bytes
 
     @cached_property
-    def _footprints(self) -> dict[MicrobatchShape, Footprint]:
-        return {}
+    def footprint(self) -> Footprint:
+        profile = self.storage.stored(size_model(self.work, shape=self.shape))
+        return Footprint(profile, hardware=self.hardware)
 
     # --- host ------------------------------------------------------------------------------------
 
-    def _host_need(
-        self, layout: PipelineLayout, shape: MicrobatchShape, device_bytes: float
-    ) -> MemoryNeed:
+    def _host_need(self, layout: PipelineLayout, device_bytes: float) -> MemoryNeed:
         available = self.hardware.host_bytes
         if self.hardware.shares_host_memory:
             # as many devices work at a time: each on a microbatch of its own
             num_busy = min(self.hardware.num_devices, layout.num_microbatches)
             available -= round(device_bytes) * num_busy
-        sizes = self._host(layout, shape)
+        sizes = self._host(layout)
         return MemoryNeed.of_sizes(sizes, place="host", available_bytes=available)
 
-    def _host(self, layout: PipelineLayout, shape: MicrobatchShape) -> dict[MemoryKind, float]:
-        footprint = self.footprint(shape)
+    def _host(self, layout: PipelineLayout) -> dict[MemoryKind, float]:
+        footprint = self.footprint
         in_flight = min(layout.num_microbatches, _ROUNDS_IN_FLIGHT * layout.round_size)
         partition = layout.partition
         kept = float(partition.num_backward * footprint.boundary_bytes)

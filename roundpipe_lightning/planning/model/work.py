@@ -174,11 +174,7 @@ class BlockWork:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkProfile:
-    """A model as work: a `ModelProfile` without seconds.
-
-    Attributes:
-        tied_parameters: Parameters that head and tail share, counted in both.
-    """
+    """A model as work: a `ModelProfile` without seconds. Tied parameters are in head and tail."""
 
     blocks: tuple[BlockWork, ...]
     head: BlockWork = BlockWork(name="head segment")

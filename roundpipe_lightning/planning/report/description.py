@@ -61,7 +61,7 @@ class PlanDescription:
     @property
     def resident_bytes(self) -> list[int]:
         """Bytes of weights that stay on each device."""
-        blocks = self.job.memory.footprint(self.job.shape).profile.blocks
+        blocks = self.job.footprint.profile.blocks
         return [
             sum(blocks[index].parameter_bytes for index in resident)
             for resident in self.plan.resident

@@ -71,19 +71,16 @@ class Action:
         return f"{self.kind.value}{self.stage}.{self.microbatch}@{self.worker}"
 
     @classmethod
-    def parse(cls, text: str, *, worker: int | None = None) -> Action:
+    def parse(cls, text: str, *, worker: int = 0) -> Action:
         """Read e.g. `F2.5@1` back; `worker` is that of a text that names none."""
         match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise PlanError(f"{text!r} is not an action; write for example 'F2.5@1'.")
-        named = match["worker"]
-        if named is None and worker is None:
-            raise PlanError(f"{text!r} names no worker; write for example '{text.strip()}@0'.")
         return cls(
             kind=StageKind(match["kind"]),
             stage=int(match["stage"]),
             microbatch=int(match["microbatch"]),
-            worker=int(named) if named is not None else int(worker or 0),
+            worker=int(match["worker"] or worker),
         )
 
 
@@ -293,12 +290,7 @@ class TimelineEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Times of every action of a step, and its worker.
-
-    Attributes:
-        num_workers: Number of workers, idle ones included.
-        entries: The actions, in any order.
-    """
+    """Times of every action of a step, in any order, and its worker; idle ones count, too."""
 
     num_workers: int
     entries: tuple[TimelineEntry, ...]

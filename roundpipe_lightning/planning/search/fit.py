@@ -20,12 +20,8 @@ from roundpipe_lightning.errors import FitError
 from roundpipe_lightning.planning.cost.costs import RecomputeStart, UpdateTiming
 from roundpipe_lightning.planning.cost.memory import MemoryModel, MemoryReport
 from roundpipe_lightning.planning.cost.predict import Exchange, StepModel, StepPrediction
-from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import (
-    MicrobatchShape,
-    ParameterStorage,
-    WorkProfile,
     time_model,
 )
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout, Plan
@@ -46,7 +42,7 @@ _LEAST_SHORTAGE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingJob:
+class TrainingJob(MemoryModel):
     """A model's training on a machine, and the constraints on its plan.
 
     Attributes:
@@ -58,14 +54,9 @@ class TrainingJob:
             teams of 1 or of all, to compare jobs with each other or to show that one fits.
         joined: Whether the microbatches are pieces of one batch, as in `PipelineConfig`.
         accumulates: Whether a step is of several batches, even where one alone is planned.
-        clips: Whether gradients are clipped, so that no block is stepped before all are there.
     """
 
-    work: WorkProfile
-    hardware: HardwareSpec
     dtype: str
-    storage: ParameterStorage
-    shape: MicrobatchShape
     num_microbatches: int
     num_batches: int = 1
     batch_sequences: int | None = None
@@ -73,18 +64,6 @@ class TrainingJob:
     timing: UpdateTiming = UpdateTiming.AFTER_STEP
     effort: Effort = field(default_factory=Effort)
     joined: bool = False
-    accumulates: bool = False
-    clips: bool = False
-
-    @cached_property
-    def memory(self) -> MemoryModel:
-        return MemoryModel(
-            work=self.work,
-            hardware=self.hardware,
-            storage=self.storage,
-            accumulates=self.accumulates,
-            clips=self.clips,
-        )
 
     @cached_property
     def profile(self) -> ModelProfile:
@@ -125,9 +104,6 @@ class TrainingJob:
             hardware=self.hardware,
             steps_at_end=self.clips or self.accumulates,
         )
-
-    def report(self, layout: PipelineLayout) -> MemoryReport:
-        return self.memory.report(layout, shape=self.shape)
 
     def predict(
         self, layout: PipelineLayout, *, profile: ModelProfile | None = None
@@ -246,9 +222,9 @@ def fit_training(job: TrainingJob, *others: TrainingJob) -> FitAnswer:
 
 def fits_memory(job: TrainingJob) -> bool:
     """Return whether some stages, teams and rounds fit; quicker than to plan them."""
-    if not job.memory.host_may_fit:
+    if not job.host_may_fit:
         return False
-    footprint = job.memory.footprint(job.shape)
+    footprint = job.footprint
     profile = footprint.profile
     if job.hints.cuts:
         limits = job.hints.limited(StageLimits.none(profile.num_blocks))
@@ -269,8 +245,7 @@ def holds_block(job: TrainingJob) -> bool:
     """Return whether a device holds a stage of one block, so that there is a plan to predict."""
     if job.hints.cuts or job.hints.recompute == (RecomputePolicy.NONE,):
         return True  # their stages are looked at one by one
-    footprint = job.memory.footprint(job.shape)
-    return any(are_held(ONES, footprint=footprint, config=config) for config in _configs(job))
+    return any(are_held(ONES, footprint=job.footprint, config=config) for config in _configs(job))
 
 
 def memory_shortage(job: TrainingJob) -> float:
@@ -283,8 +258,7 @@ def memory_shortage(job: TrainingJob) -> float:
 
 
 def _fits(job: TrainingJob, layout: PipelineLayout) -> bool:
-    footprint = job.memory.footprint(job.shape)
-    return footprint.fits(layout) and job.memory.host_fits(layout, shape=job.shape)
+    return job.footprint.fits(layout) and job.host_fits(layout)
 
 
 def _configs(job: TrainingJob) -> list[PipelineConfig]:
@@ -297,8 +271,7 @@ def _plan(jobs: Mapping[int, TrainingJob]) -> PlannedTraining:
     job = next(iter(jobs.values()))
 
     def admits(layout: PipelineLayout) -> bool:
-        each = jobs[layout.num_microbatches // layout.num_batches]
-        return each.memory.host_fits(layout, shape=each.shape)
+        return jobs[layout.num_microbatches // layout.num_batches].host_fits(layout)
 
     request = _request(job, tuple(jobs))
     return _planned(job, request, lambda count: jobs[count].profile, admits)
@@ -335,7 +308,7 @@ def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
 
 def _smallest(job: TrainingJob) -> FitAnswer:
     """The answer where nothing fits: what the smallest stages would need, or the fixed cuts."""
-    profile = job.memory.footprint(job.shape).profile
+    profile = job.footprint.profile
     partitions = job.hints.partitions(
         job.work.block_names, limits=job.hints.limited(ONES), cuts=job.work.cuts
     ) or (largest_stages(profile, ONES),)

@@ -33,11 +33,7 @@ from roundpipe_lightning.planning.schedule.stages import (
 
 @dataclass(frozen=True, kw_only=True)
 class StageLimits:
-    """Most blocks that a stage may have, for memory's or the user's sake.
-
-    Attributes:
-        fused: 0 allows only the tail segment.
-    """
+    """Most blocks that a stage may have, for memory's or the user's sake."""
 
     forward: int
     backward: int
@@ -189,11 +185,7 @@ QUICK = Effort(num_generations=0, num_even=2, num_verified_actions=0)
 
 @dataclass(eq=False, kw_only=True)
 class PartitionSearch:
-    """Partitions of one model with their estimated steps, of which the best are varied.
-
-    Attributes:
-        fits: Which partitions fit; None: all do.
-    """
+    """Partitions of one model with their estimated steps, of which the best are varied."""
 
     evaluator: Evaluator
     limits: StageLimits

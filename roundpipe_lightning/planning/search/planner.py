@@ -87,18 +87,14 @@ def plan_training(
         PlanError: If the request contradicts the model or the machine.
     """
     counts = request.microbatch_choices
-    if isinstance(profile, ModelProfile):
-        if len(counts) > 1:
-            raise PlanError(
-                f"num_microbatches={request.num_microbatches} leaves a choice, but a microbatch of "
-                "each number has sizes of its own: give a function from the number to the profile."
-            )
-        profiles = {counts[0]: profile}
-    else:
-        profiles = {count: profile(count) for count in counts}
+    if isinstance(profile, ModelProfile) and len(counts) > 1:
+        raise PlanError(
+            f"num_microbatches={request.num_microbatches} leaves a choice, but a microbatch of "
+            "each number has sizes of its own: give a function from the number to the profile."
+        )
     models = {
         count: StepModel(
-            profile=each,
+            profile=profile if isinstance(profile, ModelProfile) else profile(count),
             hardware=hardware,
             num_trainable=num_trainable,
             storage=storage,
@@ -106,12 +102,12 @@ def plan_training(
             recompute_start=request.recompute_start,
             hop=request.hop_seconds,
         )
-        for count, each in profiles.items()
+        for count in counts
     }
     steps = models.__getitem__
     simpler = request.without_selective()
     best = _planned(steps, request=simpler, admits=admits)
-    if simpler == request or not any(map(_may_save, profiles.values())):
+    if simpler == request or not any(_may_save(model.profile) for model in models.values()):
         return best
     selective = request.with_recompute(RecomputePolicy.SELECTIVE)
     try:
