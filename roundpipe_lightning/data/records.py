@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
+from unittest.mock import patch
 
 import fsspec  # type: ignore[import-untyped]
 
@@ -27,13 +28,7 @@ _LISTS = ("data", "train", "rows", "examples", "instances")
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One sample as a file has it.
-
-    Attributes:
-        fields: The sample's fields by name.
-        place: Where it stands, for messages: `chat.jsonl, line 3`.
-        part: The file.
-    """
+    """One sample as a file (`part`) has it; `place` is for messages: `chat.jsonl, line 3`."""
 
     fields: Mapping[str, Any]
     place: str
@@ -135,7 +130,7 @@ class RecordFiles:
         return tuple(dict.fromkeys(part for path in self._given for part in _files(path)))
 
     def read(self, part: str) -> Iterator[Record]:
-        """Records of a file; DataError: the file cannot be read; the message names the line."""
+        """Records of a file; DataError, which names the line: it cannot be read."""
         path = Path(part)
         if not path.exists():
             yield from _hub_records(part)
@@ -169,14 +164,12 @@ class DatasetRecords:
     def read(self, part: str) -> Iterator[Record]:
         import datasets  # takes a second, and few need it
 
-        settings = datasets.config
-        was_offline = settings.HF_HUB_OFFLINE
-        if "/" in self.path and reach_options(self.path):  # else it is asked for half a minute
-            settings.HF_HUB_OFFLINE = True
-        try:
+        # a hub that does not answer is asked for half a minute
+        is_offline = datasets.config.HF_HUB_OFFLINE or (
+            "/" in self.path and bool(reach_options(self.path))
+        )
+        with patch.object(datasets.config, "HF_HUB_OFFLINE", is_offline):
             rows = datasets.load_dataset(self.path, split=part, **self.options)
-        finally:
-            settings.HF_HUB_OFFLINE = was_offline
         for index, fields in enumerate(rows):
             yield Record(fields=fields, place=f"{self.path}, {part}, row {index}", part=part)
 

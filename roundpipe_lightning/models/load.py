@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -120,9 +122,8 @@ def _one_tensor_at_a_time() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[variable]
-        else:
+        del os.environ[variable]
+        if before is not None:
             os.environ[variable] = before
 
 
@@ -171,7 +172,7 @@ def _check_match(
             try:
                 _, found = load(state_dict=_without_values({**shapes, **odd}))
             except RuntimeError:
-                report = _ESCAPE.sub("", "\n".join(reports))
+                report = _ESCAPE.sub("", "\n".join(each.getMessage() for each in reports))
                 raise ModelSourceError(
                     f"The tensors of {source.hub_name!r} cannot be put together to the parameters "
                     f"of {type(skeleton).__name__}:\n{report or error}\n{_QUESTION}"
@@ -218,23 +219,17 @@ def _unusual_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[in
 
 
 @contextmanager
-def _reports_kept() -> Iterator[list[str]]:
+def _reports_kept() -> Iterator[list[logging.LogRecord]]:
     """Keep transformers' report about a checkpoint to ourselves, and its progress bar away."""
     from transformers.utils import logging as transformers_logging
 
-    reports: list[str] = []
-
-    class Keeper(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            reports.append(record.getMessage())
-
-    reporter, keeper = logging.getLogger(_REPORTER), Keeper()
+    reporter, keeper = logging.getLogger(_REPORTER), BufferingHandler(capacity=sys.maxsize)
     propagated, shows_progress = reporter.propagate, transformers_logging.is_progress_bar_enabled()
     reporter.propagate = False
     reporter.addHandler(keeper)
     transformers_logging.disable_progress_bar()
     try:
-        yield reports
+        yield keeper.buffer
     finally:
         reporter.removeHandler(keeper)
         reporter.propagate = propagated
@@ -292,6 +287,17 @@ def load_module(module: nn.Module, path: str | Path, *, dtype: torch.dtype | Non
         )
 
 
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Draw from a seed, and leave the CPU's global generator as it was; None draws from that."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
 def draw_weights(module: nn.Module, *, seed: int) -> None:
     """Draw the weights of a module that is on the meta device, module by module.
 
@@ -300,8 +306,7 @@ def draw_weights(module: nn.Module, *, seed: int) -> None:
     """
     from transformers import PreTrainedModel
 
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with seeded(seed):
         if isinstance(module, PreTrainedModel):
             _materialize(module)
             module.init_weights()

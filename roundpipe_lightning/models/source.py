@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
-from roundpipe_lightning.models.load import load_pretrained
+from roundpipe_lightning.models.load import load_pretrained, seeded
 from roundpipe_lightning.models.quantized import quantize_frozen
 from roundpipe_lightning.models.weight_files import (
     check_can_map,
@@ -190,8 +190,7 @@ class ModelSource:
             options["attn_implementation"] = self.attention
         config = self.load_config()
         dtype = self.parameter_dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.seed)
+        with seeded(self.seed):
             from_config = cast(Callable[..., PreTrainedModel], self.head.auto_class.from_config)
             model = from_config(config, dtype=dtype, **options)
         if self.is_pretrained:

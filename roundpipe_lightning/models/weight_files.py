@@ -428,26 +428,26 @@ def make_repository(name: str) -> None:
 
     ModelSourceError: the hub cannot be reached, or does not let this user write there.
     """
-    try:
+    with _explained(name):
         HfApi().create_repo(name, private=True, exist_ok=True)
-    except _ERRORS as error:
-        raise _explained(name, error) from error
 
 
 def push_folder(folder: Path, name: str) -> str:
     """Upload a folder to a repository, and return its address; raises as `make_repository`."""
-    try:
+    with _explained(name):
         done = HfApi().upload_folder(
             repo_id=name, folder_path=folder, commit_message="Upload a trained model"
         )
-    except _ERRORS as error:
-        raise _explained(name, error) from error
     return str(done.repo_url)
 
 
-def _explained(name: str, error: Exception) -> ModelSourceError:
-    cause = next(filter(None, str(error).splitlines()), type(error).__name__)
-    return ModelSourceError(
-        f"push_to_hub={name!r}: {cause.rstrip('.')}. Name it user/model, and log in with a token "
-        "that may write (`hf auth login`, or HF_TOKEN)."
-    )
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except _ERRORS as error:
+        cause = next(filter(None, str(error).splitlines()), type(error).__name__)
+        raise ModelSourceError(
+            f"push_to_hub={name!r}: {cause.rstrip('.')}. Name it user/model, and log in with a "
+            "token that may write (`hf auth login`, or HF_TOKEN)."
+        ) from error

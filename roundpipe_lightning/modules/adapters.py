@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
-from roundpipe_lightning.models.load import first_lines, shape_differences
+from roundpipe_lightning.models.load import first_lines, seeded, shape_differences
 from roundpipe_lightning.models.weight_files import check_exported
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class Adapters:
         config.task_type = TaskType(task)
         _check_targets(model, config)
         try:
-            with self._seeded(), _quiet():
+            with seeded(self.seed), _quiet():
                 if not (getattr(config, "rank_pattern", 0) or getattr(config, "alpha_pattern", 0)):
                     # peft writes some for experts itself, and misses modules for them
                     warnings.filterwarnings("ignore", message=".*_pattern keys did not match")
@@ -84,15 +83,6 @@ class Adapters:
                 f"peft={self.method} cannot be applied to this model: {error}"
             ) from error
 
-    @contextlib.contextmanager
-    def _seeded(self) -> Iterator[None]:
-        if self.seed is None:
-            yield
-            return
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.seed)
-            yield
-
 
 def saved_adapters(folder: str) -> Adapters:
     import peft
@@ -101,12 +91,7 @@ def saved_adapters(folder: str) -> Adapters:
 
 
 def peft_config(target: str, settings: Mapping[str, Any]) -> PeftConfig:
-    """Make a configuration of peft from the words of a configuration file.
-
-    Args:
-        target: Its class: `peft.LoraConfig`.
-        settings: Its fields; None leaves peft's default.
-    """
+    """Make a configuration of peft from its class (`peft.LoraConfig`) and its fields."""
     import peft
 
     name = target.removeprefix("peft.")
