@@ -103,13 +103,7 @@ class RunStatistics(Callback):
 def useful_callbacks(
     callbacks: Iterable[Callback], trainer: Mapping[str, Any], *, logs: bool
 ) -> list[Callback]:
-    """Leave out the callbacks that refuse what else is configured, and have nothing to do then.
-
-    Args:
-        callbacks: Those of the configuration.
-        trainer: The Trainer's settings.
-        logs: Whether there is a logger.
-    """
+    """Leave out the callbacks that refuse what else is configured, and have nothing to do then."""
     idle: list[type[Callback]] = []
     if not logs:
         idle.append(LearningRateMonitor)
@@ -286,12 +280,7 @@ class MetricsFile(Logger):
 
     @override
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add metrics to the line of their step.
-
-        Args:
-            metrics: Names and values.
-            step: Optimizer step; None: that of the line before.
-        """
+        """Add metrics to the line of their optimizer step; None: that of the line before."""
         last = self._rows[-1]["step"] if self._rows else None
         row_step = last if step is None else step
         if not self._rows or row_step != last:

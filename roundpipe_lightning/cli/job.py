@@ -28,21 +28,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from roundpipe_lightning.cli.objects import (
-    build,
-    choice,
-    read_adapters,
-    read_hardware,
-    size_of,
-)
+from roundpipe_lightning.cli.objects import build, choice, read_adapters, read_hardware, size_of
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.microbatch import loss_of
-from roundpipe_lightning.errors import (
-    BatchError,
-    ConfigurationError,
-    HardwareError,
-)
+from roundpipe_lightning.errors import BatchError, ConfigurationError, HardwareError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion, are_large
 from roundpipe_lightning.models.work.alike import one_of_each_kind
@@ -332,9 +322,20 @@ class Job:
     @cached_property
     def planner(self) -> StepPlanner:
         """Plans this training on the machine, as the strategy will."""
-        options = replace(self.options, hardware=self.hardware)
         with self._gradient_format():
-            return self._new_planner(options)
+            return StepPlanner(
+                self.model.module,
+                stacks=self.model.stacks,
+                devices=[CpuDevice(index) for index in range(self.num_workers)],
+                computes_on_host=self.computes_on_host,
+                precision=self.precision,
+                options=replace(self.options, hardware=self.hardware),
+                optimizers=self._optimizers(),
+                mapped=self.source.keeps_weights_in_files,
+                accumulates=self.num_batches > 1,
+                clips=bool(self.config.trainer.get("gradient_clip_val")),
+                parameter_work=self.model.parameter_work,
+            )
 
     @contextmanager
     def _gradient_format(self) -> Iterator[None]:
@@ -345,21 +346,6 @@ class Job:
             yield
         finally:
             gradients.end()
-
-    def _new_planner(self, options: Options) -> StepPlanner:
-        return StepPlanner(
-            self.model.module,
-            stacks=self.model.stacks,
-            devices=[CpuDevice(index) for index in range(self.num_workers)],
-            computes_on_host=self.computes_on_host,
-            precision=self.precision,
-            options=options,
-            optimizers=self._optimizers(),
-            mapped=self.source.keeps_weights_in_files,
-            accumulates=self.num_batches > 1,
-            clips=bool(self.config.trainer.get("gradient_clip_val")),
-            parameter_work=self.model.parameter_work,
-        )
 
     @property
     def num_workers(self) -> int:
@@ -405,12 +391,7 @@ class Job:
         return result
 
     def training(self, num_microbatches: int, *, seq_len: int | None = None) -> TrainingJob:
-        """The planner's view of this training.
-
-        Args:
-            num_microbatches: Parts of a batch.
-            seq_len: Tokens of a sequence; None: as configured.
-        """
+        """The planner's view of this training, with so many microbatches."""
         is_joined = self.options.microbatching == "blocks"
         sequences = self.batch_size if is_joined else -(-self.batch_size // num_microbatches)
         shape = MicrobatchShape(sequences=sequences, seq_len=seq_len or self.seq_len)
@@ -562,11 +543,7 @@ class MetaModel:
     )
 
     def work(self, *, fused: bool) -> WorkProfile:
-        """Work of a microbatch as a function of its shape, measured when it is first asked for.
-
-        Args:
-            fused: Whether losses are computed without whole logits.
-        """
+        """Work of a microbatch as a function of its shape, measured when first asked for."""
         if fused not in self._works:
             self._works[fused] = self._measured(fused=fused)
         return self._works[fused]

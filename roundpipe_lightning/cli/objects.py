@@ -19,12 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from roundpipe_commands import EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT
-from roundpipe_lightning.errors import (
-    ConfigurationError,
-    FitError,
-    HardwareError,
-    RoundPipeError,
-)
+from roundpipe_lightning.errors import ConfigurationError, FitError, HardwareError, RoundPipeError
 from roundpipe_lightning.modules import Adapters
 from roundpipe_lightning.modules.adapters import peft_config
 from roundpipe_lightning.planning.model.hardware import (
@@ -101,9 +96,7 @@ def run_explained(job: Callable[[DictConfig], Result], config: DictConfig) -> Re
 def build(config: Any, **extra: Any) -> Any:
     """Hydra's `instantiate`, with plain containers and with the error that really happened.
 
-    Args:
-        config: Node with a `_target_`, or null for None.
-        extra: Further keyword arguments for the target.
+    `config` is a node with a `_target_`, or null for None.
     """
     try:
         return instantiate(config, _convert_="all", **extra)

@@ -376,14 +376,10 @@ def _serve(settings: Mapping[str, Any] | None) -> tuple[str, int]:
 
 
 def write_card(folder: Path, run: Path, *, name: str | None = None) -> None:
-    """Write `README.md` into an exported folder, from the files of the run.
+    """Write `README.md` into an exported folder, from the files of the run that are there.
 
-    Paths of this machine are left out, since the folder is made to be published.
-
-    Args:
-        folder: The export.
-        run: The run's folder, with `config.yaml`; `summary.json` and `plan.json` where they are.
-        name: Of the model on the hub; None: the folder.
+    Paths of this machine are left out, since the folder is made to be published. `name` is that of
+    the model on the hub; None: the folder's.
     """
     config: Any = OmegaConf.load(run / "config.yaml")
     summary = run / "summary.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from jinja2 import TemplateError
@@ -27,6 +27,10 @@ from roundpipe_lightning.data.samples import (
 from roundpipe_lightning.data.text import text_sample
 from roundpipe_lightning.data.token_data import FileDataModule
 from roundpipe_lightning.errors import ConfigurationError, DataError
+
+Messages: TypeAlias = Sequence[Message]
+Options: TypeAlias = Mapping[str, Any]
+"""Further variables of a template."""
 
 _OTHER = "\ufdd0"
 """A character that no text has."""
@@ -131,20 +135,17 @@ class ConversationEncoder:
         self.tokenizer = tokenizer
         self._is_marked = _MARKED.search(str(tokenizer.get_chat_template())) is not None
 
-    def __call__(self, messages: Sequence[Message], *, place: str, **options: Any) -> Sample:
-        """Encode a conversation.
+    def __call__(self, messages: Messages, *, place: str, **options: Any) -> Sample:
+        """Encode a conversation that `check_messages` has checked; DataError: it cannot be written.
 
-        Args:
-            messages: Checked by `check_messages`.
-            place: Where it stands, for messages.
-            options: Further variables of the template, such as `tools`.
+        `options` are further variables of the template, such as `tools`.
         """
         flagged = any(is_trained(message) is not None for message in messages)
         by_marks = self._is_marked and not flagged
         encode = self._encode_marked if by_marks else self._encode_by_difference
         return encode(messages, options, place=place)
 
-    def last_answer(self, messages: Sequence[Message], *, place: str, **options: Any) -> Sample:
+    def last_answer(self, messages: Messages, *, place: str, **options: Any) -> Sample:
         """A conversation that ends with the assistant's message, which alone is predicted."""
         sample = self(messages, place=place, **options)
         targets = torch.nonzero(sample.labels != IGNORED).flatten().tolist()
@@ -153,9 +154,7 @@ class ConversationEncoder:
             sample.labels[: earlier[-1]] = IGNORED  # the last run of targets begins after it
         return sample
 
-    def _encode_marked(
-        self, messages: Sequence[Message], options: Mapping[str, Any], *, place: str
-    ) -> Sample:
+    def _encode_marked(self, messages: Messages, options: Options, *, place: str) -> Sample:
         found = self._render(
             messages,
             options,
@@ -168,9 +167,7 @@ class ConversationEncoder:
         targets = [bool(mark) for mark in found["assistant_masks"]]
         return Sample.of(found["input_ids"], targets=targets)
 
-    def _encode_by_difference(
-        self, messages: Sequence[Message], options: Mapping[str, Any], *, place: str
-    ) -> Sample:
+    def _encode_by_difference(self, messages: Messages, options: Options, *, place: str) -> Sample:
         text, spans = self.spans(messages, options, place=place)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return self.sample(encoded["input_ids"], encoded["offset_mapping"], spans)
@@ -187,7 +184,7 @@ class ConversationEncoder:
         return Sample.of(ids, targets=targets)
 
     def spans(
-        self, messages: Sequence[Message], options: Mapping[str, Any], *, place: str
+        self, messages: Messages, options: Options, *, place: str
     ) -> tuple[str, list[tuple[int, int]]]:
         """A conversation as a text, and the spans in it that are learned."""
         text = self._render(messages, options, place=place)
@@ -220,13 +217,7 @@ class ConversationEncoder:
         return text, spans
 
     def _replaced(
-        self,
-        text: str,
-        messages: Sequence[Message],
-        index: int,
-        options: Mapping[str, Any],
-        *,
-        place: str,
+        self, text: str, messages: Messages, index: int, options: Options, *, place: str
     ) -> tuple[int, int] | None:
         """The span of a message: where the text differs if the message says something else.
 
@@ -248,9 +239,7 @@ class ConversationEncoder:
         ending = next((each for each in endings if tail.startswith(each)), None)
         return None if ending is None else (len(head), len(text) - len(tail) + len(ending))
 
-    def _render(
-        self, messages: Sequence[Message], options: Mapping[str, Any], *, place: str, **how: Any
-    ) -> Any:
+    def _render(self, messages: Messages, options: Options, *, place: str, **how: Any) -> Any:
         if not messages:
             return ""
         how.setdefault("tokenize", False)
@@ -268,7 +257,7 @@ def _calls(message: Message) -> list[str]:
     return [str(call.get("function", call).get("name")) for call in calls]
 
 
-def _check_written(messages: Sequence[Message], text: str, *, place: str) -> None:
+def _check_written(messages: Messages, text: str, *, place: str) -> None:
     """Raise a DataError if a template leaves out calls of tools, or the last message's reasoning.
 
     Reasoning of earlier messages is left out by many, as it is where the model answers.
@@ -342,7 +331,7 @@ class PreferenceDataModule(FileDataModule):
         return [stack([as_row(chosen), as_row(rejected)]) for chosen, rejected in samples]
 
     def _answer(
-        self, messages: Sequence[Message], field: str, record: Record, content: Content
+        self, messages: Messages, field: str, record: Record, content: Content
     ) -> Sample | None:
         """A prompt with one of its answers, the last message alone as the target."""
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
@@ -365,9 +354,6 @@ class JudgedDataModule(PreferenceDataModule):
 
     A pair counts as two: a wanted answer and one that is not. Each answer's row also has the prompt
     with the next answer to another prompt, cut to `seq_len` tokens.
-
-    Args:
-        options: As for `PreferenceDataModule`.
     """
 
     kinds = ("judged", "pair")

@@ -69,7 +69,6 @@ class Form:
     """A form of records.
 
     Attributes:
-        name: What it is called.
         kind: `text`, `conversation`, `pair` or `judged`: what can be learned from it.
         needs: Fields that it has.
         read: Makes content of a record of this form.
@@ -108,9 +107,8 @@ class Forms:
     def read(self, record: Record) -> Content:
         """The content of a record; DataError: its form is not known, not wanted, or another one."""
         own = record.fields
-        fields = _Watched(
-            {**own, **{name: record.get(given) for name, given in self.names.items()}}
-        )
+        renamed = {name: record.get(given) for name, given in self.names.items()}
+        fields = _Watched({**own, **renamed})
         record = Record(fields=fields, place=record.place, part=record.part)
         first, place, _ = self.found.get(record.part, (None, "", ""))
         form = self._recognise(record)

@@ -25,11 +25,9 @@ Row = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
-    """One text as tokens.
+    """One text as tokens: `input_ids`, int64, of shape (tokens,), and `labels`.
 
-    Attributes:
-        input_ids: Token ids, int64, shape (tokens,).
-        labels: The same ids, -100 where nothing is to be predicted; the first one always is.
+    Labels are the same ids, -100 where nothing is to be predicted; the first one always is.
     """
 
     input_ids: Tensor
@@ -118,8 +116,6 @@ def first_rows(
     """Fill rows with the first samples of a stream, each into the first row that has room.
 
     Args:
-        samples: The samples in the order they are read.
-        num_rows: Rows of a batch.
         seq_len: Tokens of a row at most; 0: one sample in each.
 
     Returns:

@@ -159,11 +159,7 @@ class ClassificationDataModule(FileDataModule):
         label = record.get(self.label_field)
         if label in self.classes:
             return self.classes.index(label)
-        if (
-            isinstance(label, int)
-            and not isinstance(label, bool)
-            and label in range(len(self.classes))
-        ):
+        if type(label) is int and label in range(len(self.classes)):
             return label
         raise DataError(
             f"{record.place}: the field {self.label_field!r} is {label!r}, which is neither one of "
@@ -232,11 +228,7 @@ class TextFolder:
 class ByteDataModule(TextDataModule):
     """Texts of a folder that is already on the user's machine, such as Python's own source.
 
-    Nothing is downloaded.
-
-    Args:
-        text: Which files are read, and how much of them.
-        options: Those of `TextDataModule` but the files.
+    Nothing is downloaded. `text` says which files are read, and how much of them.
     """
 
     def __init__(self, *, text: TextFolder, **options: Any) -> None:

@@ -18,13 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
 from roundpipe_lightning.data.forms import Forms
-from roundpipe_lightning.data.records import (
-    Record,
-    RecordFiles,
-    RecordSource,
-    is_in_share,
-    passes,
-)
+from roundpipe_lightning.data.records import Record, RecordFiles, RecordSource, is_in_share, passes
 from roundpipe_lightning.data.samples import (
     IGNORED,
     Padding,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from roundpipe_lightning.data.chat import ConversationEncoder
-from roundpipe_lightning.data.forms import Forms, Message
+from roundpipe_lightning.data.chat import ConversationEncoder, Messages, Options
+from roundpipe_lightning.data.forms import Forms
 from roundpipe_lightning.data.records import Record
 from roundpipe_lightning.data.samples import Padding, Row, Sample, TooLong
 from roundpipe_lightning.data.token_data import FileDataModule
@@ -28,10 +28,7 @@ _OF_TOKENS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_tok
 class SeenSample(Sample):
     """A conversation as tokens, an image's among them; the images are read when a row is made.
 
-    Attributes:
-        text: The conversation as the template writes it, a placeholder for each image.
-        images: Where they are.
-        place: Where the conversation stands, for messages.
+    `text` is the conversation as the template writes it, with a placeholder for each of `images`.
     """
 
     text: str
@@ -156,14 +153,7 @@ class _SeenEncoder(ConversationEncoder):
         super().__init__(tokenizer, name=name)
         self._processor = processor
 
-    def seen(
-        self,
-        messages: Sequence[Message],
-        folder: Path,
-        options: Mapping[str, Any],
-        *,
-        place: str,
-    ) -> SeenSample:
+    def seen(self, messages: Messages, folder: Path, options: Options, *, place: str) -> SeenSample:
         """A conversation as a sample; `folder` is where the paths of its images begin."""
         parts = [p for m in messages if isinstance(m.get("content"), list) for p in m["content"]]
         images = [

@@ -62,12 +62,9 @@ def batch_size_of(batch: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchCounts:
-    """Counts of a batch; None where a batch has nothing of the kind.
+    """Counts of a batch: its first dimension, `input_ids` that are not padding, labels that count.
 
-    Attributes:
-        samples: Length of the first dimension.
-        tokens: Positions of `input_ids` that are not padding.
-        targets: Labels that the loss averages over.
+    None where a batch has nothing of the kind.
     """
 
     samples: int | None

@@ -89,12 +89,7 @@ class TransformersModule(LightningModule):
         return model if self.adapters is None else self.adapters.apply(model, task=self.task)
 
     def example_batch(self, sequences: int, seq_len: int) -> Any:
-        """A batch as the data gives it, for plans that are made before there is data.
-
-        Args:
-            sequences: Samples of the batch.
-            seq_len: Tokens of each.
-        """
+        """A batch as the data gives it, for plans that are made before there is data."""
         raise ConfigurationError(
             f"{type(self).__name__} cannot be planned before it has data: define "
             f"example_batch(sequences={sequences}, seq_len={seq_len}), which returns a batch as "

@@ -309,12 +309,7 @@ class KahnemanTverskyModule(DirectPreferenceModule):
         return {"loss": loss, **_of_margins(margins), "kl": distance / self.beta}
 
     def loss_of_rewards(self, rewards: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of a batch, a scalar; the margins, shape (samples,); and $z_0$, a scalar.
-
-        Args:
-            rewards: As `forward` gives them.
-            wanted: Whether each answer is, bool, shape (samples,).
-        """
+        """The loss of a batch, a scalar; the margins, shape (samples,); and $z_0$, a scalar."""
         distance = rewards[:, 1].detach().mean().clamp(min=0)
         ahead = rewards[:, 0] - distance
         margins = torch.where(wanted, ahead, -ahead)

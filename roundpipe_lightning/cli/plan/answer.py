@@ -123,13 +123,7 @@ def _twice_as_fast(hardware: HardwareSpec, figures: Sequence[str]) -> HardwareSp
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Settings that differ.
-
-    Attributes:
-        overrides: What to add to the command line.
-        cost: What it costs beside time, in words.
-        make: Makes the job with the change.
-    """
+    """Settings that differ, what they cost beside time in words, and the job with them."""
 
     overrides: tuple[str, ...]
     cost: str
@@ -142,11 +136,7 @@ def cheapest_changes(
     """Return changes that make a job fit, the cheapest first; pairs where one is not enough.
 
     Where no single change keeps all that is trained and the machine, a pair that does comes first.
-
-    Args:
-        job: The job.
-        is_measured: Whether activations count, too, which takes some seconds.
-        count: How many to return at most.
+    `is_measured`: activations count, too, which takes some seconds.
     """
     singles = list(_changes(job, is_measured=is_measured))
     found = verified(singles, count=count)
@@ -530,13 +520,7 @@ def hidden_text(answer: FitAnswer) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlan:
-    """One of several hosts that are not alike.
-
-    Attributes:
-        job: Its training, with its share of the batch.
-        answer: Its plan.
-        speed: Its tokens per second where it waits for no other.
-    """
+    """One of several hosts that are not alike; `speed`: tokens per second without the others."""
 
     job: Job
     answer: FitAnswer
@@ -551,11 +535,7 @@ def uneven(job: Job, machines: Sequence[str]) -> list[HostPlan]:
     """Plan hosts that are not alike: each one's share of the batch follows its tokens per second.
 
     What they divide of masters, sums and optimizer's state is as much on each, or where a host has
-    no room for that, goes by the room that each has.
-
-    Args:
-        job: The training; its batch is that of one of as many equal hosts.
-        machines: What each host is.
+    no room for that, goes by the room of each. The job's batch is that of one of equal hosts.
     """
 
     def planned(machine: str) -> HostPlan:

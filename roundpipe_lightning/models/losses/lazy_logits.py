@@ -250,12 +250,7 @@ class _Values(torch.autograd.Function):
 
 
 class FusedLosses:
-    """Counts of lazy logits, by what became of them; several threads count.
-
-    Attributes:
-        num_fused: Losses that were computed without the logits.
-        made: What the logits were made for, with how often.
-    """
+    """Counts of losses without logits, and of what logits were made for; several threads count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -308,13 +308,9 @@ def multiplies_narrow(hidden: Tensor) -> bool:
 
 
 class LossSweep:
-    """One pass over the chunks of tokens.
+    """One pass over chunks of tokens; shapes: hidden (N, H), weight (V, H), bias (V), targets (N).
 
     Args:
-        hidden: Shape (N, H).
-        weight: Shape (V, H).
-        bias: Shape (V), or None.
-        targets: Shape (N).
         kept: Indices of the rows that count; the others have a loss of 0.
         token_weights: What each token's gradient is multiplied by, shape (N), or None.
     """

@@ -124,12 +124,7 @@ def outside_of(
 
 
 class _Recorder:
-    """Follows one run through the segments.
-
-    Args:
-        ends: Blocks behind which other code runs.
-        outside: The trained parameters that no block has.
-    """
+    """Follows one run through the segments; `ends` are blocks behind which other code runs."""
 
     def __init__(self, *, meter: Meter, ends: Set[int], outside: Sequence[Tensor]) -> None:
         self.head, self.tail = SegmentCost(), SegmentCost()

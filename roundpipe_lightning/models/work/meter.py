@@ -175,8 +175,7 @@ def _convolution_operations(name: str, args: tuple[Any, ...], made: list[Tensor]
 def _attention_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first: int) -> float:
     """Pairs of tokens that see each other, times heads and features.
 
-    Args:
-        first: 1 for the backward pass, which has the result and its sums after the value.
+    `first` is 1 for the backward pass, which has the result and its sums after the value.
     """
     query, key = args[0], args[1]
     is_causal = args[10 if first else 8]
@@ -323,11 +322,8 @@ def _fused_attention(
     Args:
         query: Shape (sequences, heads, tokens, features).
         key: Shape (sequences, heads or a divisor of them, tokens, features).
-        value: Shape like `key`, perhaps with other features.
+        value: Shape like `key`, perhaps with other features, which the result has, too.
         window: Tokens that each one sees; None: no limit.
-
-    Returns:
-        Shape (sequences, heads, tokens, features of the value).
     """
     features = value.shape[-1]
     if features != query.shape[-1]:

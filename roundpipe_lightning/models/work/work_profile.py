@@ -203,12 +203,7 @@ def step_profile(
 
 @dataclass(frozen=True, kw_only=True)
 class _Fit:
-    """Runs that amounts are read off.
-
-    Attributes:
-        runs: One; or one sequence of `seq_len` tokens, one twice as long, and two of `seq_len`.
-        seq_len: Tokens of the shorter sequences; None for a single run, whose amounts are fixed.
-    """
+    """Runs to read amounts off: one, or those of one sequence, a twice as long one, and of two."""
 
     runs: Sequence[Sequence[SegmentCost]]
     seq_len: int | None = None
