@@ -93,10 +93,7 @@ class PlanOutput:
         if answer.planned is None or answer.prediction is None:
             return None
         return PlanDescription(
-            job=answer.job,
-            plan=answer.planned.plan,
-            memory=answer.memory,
-            prediction=answer.prediction,
+            job=answer.job, plan=answer.planned.plan, prediction=answer.prediction
         )
 
     # --- for programs -----------------------------------------------------------------------------

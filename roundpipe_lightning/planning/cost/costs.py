@@ -77,12 +77,6 @@ class ActionCost:
     def seconds(self) -> float:
         return self.recompute_seconds + self.compute_seconds
 
-    def times(self, factor: float) -> ActionCost:
-        return ActionCost(
-            recompute_seconds=factor * self.recompute_seconds,
-            compute_seconds=factor * self.compute_seconds,
-        )
-
 
 class UpdateTiming(Enum):
     """Time at which the optimizer runs."""
@@ -153,7 +147,13 @@ class StageCosts:
 
     def of(self, kind: StageKind, index: int, worker: int = 0) -> ActionCost:
         cost = self.forward[index] if kind is StageKind.FORWARD else self.backward[index]
-        return cost.times(1 / self.speeds[worker]) if self.speeds else cost
+        if not self.speeds:
+            return cost
+        factor = 1 / self.speeds[worker]
+        return ActionCost(
+            recompute_seconds=factor * cost.recompute_seconds,
+            compute_seconds=factor * cost.compute_seconds,
+        )
 
 
 def stage_costs(

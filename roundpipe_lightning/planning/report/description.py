@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 from roundpipe_lightning.planning.cost.device_memory import size_text
 from roundpipe_lightning.planning.cost.memory import MemoryReport
 from roundpipe_lightning.planning.cost.predict import StepPrediction
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
-from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.model.work import WorkProfile
 from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, StageKind
@@ -42,21 +42,15 @@ class PlanDescription:
 
     job: TrainingJob
     plan: Plan
-    memory: MemoryReport
     prediction: StepPrediction
-
-    @classmethod
-    def of(
-        cls, plan: Plan, *, job: TrainingJob, profile: ModelProfile | None = None
-    ) -> PlanDescription:
-        """Describe a plan; `profile` is the model with measured durations, where there is one."""
-        layout = plan.layout
-        prediction = job.predict(layout, profile=profile)
-        return cls(job=job, plan=plan, memory=job.report(layout), prediction=prediction)
 
     @property
     def layout(self) -> PipelineLayout:
         return self.plan.layout
+
+    @cached_property
+    def memory(self) -> MemoryReport:
+        return self.job.report(self.layout)
 
     @property
     def resident_bytes(self) -> list[int]:

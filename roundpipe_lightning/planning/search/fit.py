@@ -132,9 +132,12 @@ class FitAnswer:
 
     job: TrainingJob
     layout: PipelineLayout
-    memory: MemoryReport
     planned: PlannedTraining | None = None
     reason_no_plan: str = ""
+
+    @cached_property
+    def memory(self) -> MemoryReport:
+        return self.job.report(self.layout)
 
     @property
     def prediction(self) -> StepPrediction | None:
@@ -178,7 +181,7 @@ class FitAnswer:
         planned = self.planned
         if planned is not None:
             planned = replace(planned, prediction=job.predict(planned.prediction.layout))
-        return replace(self, job=job, memory=job.report(self.layout), planned=planned)
+        return replace(self, job=job, planned=planned)
 
     @property
     def one_by_one_seconds(self) -> float:
@@ -214,9 +217,7 @@ def fit_training(job: TrainingJob, *others: TrainingJob) -> FitAnswer:
         return replace(_smallest(job), reason_no_plan=str(error))
     plan = planned.plan
     chosen = jobs[plan.num_microbatches // job.num_batches]
-    answer = FitAnswer(
-        job=chosen, layout=plan.layout, memory=chosen.report(plan.layout), planned=planned
-    )
+    answer = FitAnswer(job=chosen, layout=plan.layout, planned=planned)
     return answer.on_hosts(job.hardware.num_nodes)
 
 
@@ -315,9 +316,8 @@ def _smallest(job: TrainingJob) -> FitAnswer:
     if job.hints.recompute == (RecomputePolicy.NONE,):
         partitions = (Partition(forward=(), backward=(profile.num_blocks,)),)
     layouts = [t.with_stages(partition) for partition in partitions for t in _configs(job)]
-    reports = [(job.report(layout), layout) for layout in layouts]
-    memory, layout = min(reports, key=lambda pair: pair[0].device.total_bytes)
-    return FitAnswer(job=job, layout=layout, memory=memory)
+    answers = [FitAnswer(job=job, layout=layout) for layout in layouts]
+    return min(answers, key=lambda answer: answer.memory.device.total_bytes)
 
 
 LEAST_GAIN = 0.03

@@ -353,7 +353,8 @@ class PlanEvent:
     def description(self) -> PlanDescription:
         planned, measured = self.planned, self.planned.measured
         profile = measured.profile() if measured.is_ready else None
-        return PlanDescription.of(planned.plan, job=planned.job, profile=profile)
+        prediction = planned.job.predict(planned.plan.layout, profile=profile)
+        return PlanDescription(job=planned.job, plan=planned.plan, prediction=prediction)
 
 
 @dataclass(frozen=True, kw_only=True)
