@@ -30,9 +30,7 @@ def replaced_file(path: Path) -> Generator[IO[bytes], None, None]:
     """Yield a new file beside `path`; put it in `path`'s place, or remove it after an error.
 
     A reader sees the old content or the new, and after a power cut it is the one or the other.
-
-    Args:
-        path: A file, or a folder that is replaced by one.
+    `path` may be a folder.
     """
     temporary = _beside(path)
     try:

@@ -37,8 +37,7 @@ class InexactResumeWarning(UserWarning):
 def check_versions(checkpoint: Mapping[str, Any], *, path: Any, form: int) -> None:
     """Refuse a checkpoint of a newer Lightning, or of another version of this package.
 
-    Args:
-        form: The version of our own part.
+    `form` is the version of our own part.
     """
     if not isinstance(dict(checkpoint).get("state_dict"), Mapping):
         raise CheckpointError(

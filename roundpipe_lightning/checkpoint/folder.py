@@ -498,10 +498,7 @@ def load_file(
     mmap: bool = False,
     content: BytesIO | None = None,
 ) -> Any:
-    """As `torch.load`; CheckpointError if it is none, or holds what `weights_only` forbids.
-
-    `content` is read in the place of the file.
-    """
+    """As `torch.load`, of a file or its `content`; CheckpointError: it is none, or forbidden."""
     is_zip = zipfile.is_zipfile(content or file)
     mmap = mmap and is_zip  # torch's old format is none
     if content is not None:

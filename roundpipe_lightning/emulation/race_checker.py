@@ -229,8 +229,7 @@ class WatchedOperations(TorchDispatchMode):
     def _line(self, operands: Sequence[Operand]) -> str:
         """Return the place of an operation: the device of its tensors, else the host.
 
-        Values behind a tag are read as plain tensors where they go to the host or to another
-        device; the host waits for that.
+        The host waits for values behind a tag that go to it, or to another device.
         """
         for operand in operands:
             if operand.place is not None:

@@ -51,11 +51,7 @@ from roundpipe_lightning.engine.device.events import Event
 
 
 class EmulatedDevice(Device):
-    """A worker on an emulated device.
-
-    Args:
-        index: Number of the device; workers with the same number share it.
-    """
+    """A worker on an emulated device; workers with the same number share it."""
 
     can_compile = False
 
@@ -213,8 +209,7 @@ class EmulatedServer:
     def work(self, tensor: Tensor, *, forward_seconds: float, backward_seconds: float) -> Tensor:
         """Let the device compute for so long whenever a tensor's gradient passes here, or itself.
 
-        Returns:
-            The same values; what uses them has this time behind it.
+        Return the same values; what uses them has this time behind it.
         """
         if not torch.is_grad_enabled():  # no gradient will pass: no node of a graph for it
             self.launch(forward_seconds)

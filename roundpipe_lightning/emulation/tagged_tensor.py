@@ -143,11 +143,7 @@ def tag(tensor: torch.Tensor, device_name: str) -> TaggedTensor:
     """Upload: a copy of a host tensor on a device, a leaf that requires no gradient.
 
     Args:
-        tensor: A host tensor of any dtype. Nothing written to it later is seen on the device.
         device_name: `"emulated:<index>"`; the index is at most 127, as torch.device's.
-
-    Raises:
-        DeviceMismatchError: `tensor` is on a device already; `move` goes from one to another.
     """
     if isinstance(tensor, TaggedTensor):
         raise DeviceMismatchError(
@@ -157,11 +153,7 @@ def tag(tensor: torch.Tensor, device_name: str) -> TaggedTensor:
 
 
 def untag(tagged: torch.Tensor) -> torch.Tensor:
-    """Download: a copy of a tagged tensor as a host tensor, a leaf that requires no gradient.
-
-    Raises:
-        DeviceMismatchError: the tensor is on the host.
-    """
+    """Download: a copy of a tagged tensor as a host tensor, a leaf that requires no gradient."""
     if not isinstance(tagged, TaggedTensor):
         raise DeviceMismatchError("cannot download a tensor that is on the host")
     return _placed(tagged, None)

@@ -131,7 +131,7 @@ def _signed(value: int) -> int:
 def step_in_float32(
     optimizer: Optimizer, *, closure: Callable[[], Any], seed_of: Callable[[int], int], **given: Any
 ) -> Any:
-    """Call `optimizer.step(closure)` with float32 parameters.
+    """Call `optimizer.step(closure)` with float32 parameters; return what it returns.
 
     Should the step raise, the parameters are as they were before it.
 
@@ -139,10 +139,6 @@ def step_in_float32(
         optimizer: Any optimizer that calls the closure before it looks at gradients.
         closure: Computes the loss and the gradients, on bfloat16 parameters.
         seed_of: The seed of a parameter, by its number in the optimizer.
-        **given: Further arguments of `step`.
-
-    Returns:
-        What `step` returned.
     """
     narrow: list[tuple[Tensor, Tensor, Tensor, int]] = []
 

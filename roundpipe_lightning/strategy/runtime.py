@@ -274,14 +274,9 @@ class PipelineRuntime:
 
         Args:
             batch: What the user's `training_step` is called with, on the host.
-            *arguments: Its other arguments (`batch_idx`).
 
         Returns:
             What one call of `training_step` on the full batch would have returned.
-
-        Raises:
-            BatchError: The batch cannot be split.
-            ConfigurationError: `microbatching="step"`, and the step does what it cannot do.
         """
         if not self._module.automatic_optimization:
             return self._manual_step(batch, *arguments)

@@ -260,7 +260,6 @@ class HostPart:
     """What a host tells the others of its part of a batch; lists are by microbatch.
 
     Attributes:
-        averages_over: As `MicrobatchedBatch.averages_over`.
         num_rows: Samples; None where nothing shows them.
         is_asked: Whether a signal asked the host to stop.
     """

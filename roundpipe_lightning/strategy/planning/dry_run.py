@@ -51,13 +51,10 @@ def dry_run(
     compute_dtype: torch.dtype | None,
     loss: LossMode,
 ) -> WorkProfile:
-    """Run `training_step` once without values and return what it does.
+    """Run `training_step` once without values and return what it does; DryRunError: it cannot be.
 
     Args:
         compute_dtype: What autocast computes in; None: what the parameters are.
-
-    Raises:
-        DryRunError: It cannot be run so.
     """
 
     def run(dtype: torch.dtype | None) -> WorkProfile:

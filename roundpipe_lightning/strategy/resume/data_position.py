@@ -169,11 +169,10 @@ class SlowResumeWarning(UserWarning):
 class PositionedLoader:
     """A loader of training batches that can go on in the middle of an epoch.
 
-    It stands in for the user's loader, whose attributes it has. The loader is changed only while
-    an iterator is made.
+    It stands in for the user's loader, any iterable without a `state_dict`, whose attributes it
+    has. The loader is changed only while an iterator is made.
 
     Args:
-        loader: Any iterable without a `state_dict`.
         waits: Whether the first iteration waits for `resume` or its first batch, because a
             checkpoint has been loaded.
     """
