@@ -338,6 +338,10 @@ def _is_setting(word: str) -> bool:
     return word[:1] == "~" or ("=" in word and word[:1] != "-")
 
 
+_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false", "None": "null"}
+"""What files and Python call these values: Hydra would read texts, and a text counts as true."""
+
+
 def in_settings(arguments: list[str], folder: Path) -> list[str]:
     """The command line with files and models by name as settings.
 
@@ -349,6 +353,8 @@ def in_settings(arguments: list[str], folder: Path) -> list[str]:
     found = []
     for argument in arguments:
         name, _, value = argument.partition("=")
+        if value in _WORDS and not (folder / name).is_dir():
+            argument = f"{name}={_WORDS[value]}"
         is_group = (folder / name / f"{value}.yaml").is_file()
         is_place = re.search(r"[./*{\[]", value) or (value and Path(value).exists())
         if name == "data.files" and "data" not in given and value[:1] not in ("", "'", '"'):
@@ -365,7 +371,7 @@ def in_settings(arguments: list[str], folder: Path) -> list[str]:
 def _data_settings(value: str, given: dict[str, str], folder: Path) -> list[str]:
     files = value if value[0] in "{[" else f"[{_quoted(value)}]"
     module = given.get("module", "causal_lm")
-    if module != "causal_lm":
+    if module != "causal_lm" and (folder / "module" / f"{module}.yaml").is_file():
         kinds = {"orpo": "preference", "reward": "preference"}
         return [f"data={kinds.get(module, module)}", f"data.files={files}"]
     chosen = (folder / group / f"{given[group]}.yaml" for group in _CHOICES if group in given)

@@ -111,7 +111,10 @@ def _output_folder(config: DictConfig, checkpoint: Path | None) -> Path:
     if config.output_dir is not None:
         return Path(config.output_dir).expanduser()
     if checkpoint is None:
-        raise ConfigurationError("output_dir=null: name the folder that is to be written.")
+        raise ConfigurationError(
+            "ckpt_path=null: name a checkpoint, such as ckpt_path=last; or output_dir=..., a "
+            "folder to write published weights to."
+        )
     run = run_folder(checkpoint)
     return (checkpoint.parent if run is None else run) / "export"
 

@@ -115,9 +115,10 @@ class Forms:
         if first is None:
             if form.kind not in self.kinds:
                 raise DataError(
-                    f"{record.place}: this is {form.name} ({', '.join(form.needs)}), "
-                    f"{_KINDS[form.kind]}; what is trained learns from "
-                    f"{' or '.join(_KINDS[kind].partition(':')[0] for kind in self.kinds)}."
+                    f"{record.place}: this is {form.name} ({', '.join(form.needs)}), and what is "
+                    "trained learns from "
+                    f"{' or '.join(_KINDS[kind].partition(':')[0] for kind in self.kinds)}. "
+                    f"From {_KINDS[form.kind]}."
                 )
         elif form is not first:
             raise DataError(
@@ -534,10 +535,10 @@ def _text(record: Record) -> Content:
 
 
 _KINDS = {
-    "pair": "pairs of answers: module=preference data=preference learns from them (recipe=.../dpo)",
-    "judged": "judged answers: module=kto data=kto learns from them (recipe=.../kto)",
-    "conversation": "conversations: module=causal_lm data=chat learns from them",
-    "text": "texts: module=causal_lm data=chat or data=text learns from them",
+    "pair": "pairs of answers: module=preference data=preference (recipe=.../dpo)",
+    "judged": "judged answers: module=kto data=kto (recipe=.../kto)",
+    "conversation": "conversations: module=causal_lm data=chat",
+    "text": "texts: module=causal_lm data=chat or data=text",
 }
 """What each kind is, and what learns from it, by name."""
 

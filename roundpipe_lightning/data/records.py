@@ -139,7 +139,13 @@ class RecordFiles:
             for fields, place in _READERS[_suffix(path)](path):
                 yield Record(fields=fields, place=f"{path}{place}", part=part)
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}: this is not a text in UTF-8 ({error}).") from error
+            with _open(path, mode="rb") as file:
+                lines = enumerate(file, start=1)
+                line = next(n for n, raw in lines if raw.decode(errors="ignore").encode() != raw)
+            raise DataError(
+                f"{path}, line {line}: this is not a text in UTF-8 ({error.reason}). Convert the "
+                f"file: iconv -f latin1 -t utf-8 {path}"
+            ) from error
         except (OSError, EOFError, csv.Error) as error:
             raise DataError(f"{path}: this file cannot be read: {error}.") from error
 
@@ -242,6 +248,9 @@ def _json_lines(path: Path) -> Iterator[Fields]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f", line {number}"
+                if number == 1 and line.lstrip()[:1] == b"[":  # a list under this name
+                    yield from _json(path)
+                    return
                 try:
                     value = json.loads(line)
                 except (ValueError, RecursionError) as error:  # of JSON and of UTF-8

@@ -29,6 +29,7 @@ from roundpipe_lightning.data.samples import (
     TooLong,
 )
 from roundpipe_lightning.errors import ConfigurationError, DataError
+from roundpipe_lightning.planning.report.description import count_text
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +77,10 @@ class FileOptions:
         least["run_records"] = 1
         for name, minimum in least.items():
             value = getattr(self, name)
-            if value < minimum:
-                raise ConfigurationError(f"data.{name}={value} must be at least {minimum}.")
+            if not isinstance(value, int) or value < minimum:
+                raise ConfigurationError(
+                    f"data.{name}={value} must be a whole number of at least {minimum}."
+                )
         if not 0 < self.validation_share < 1:
             raise ConfigurationError(
                 f"data.validation_share={self.validation_share} must lie between 0 and 1."
@@ -329,8 +332,8 @@ def _split(
     num_taken = max(1, round(len(samples) * share))
     if num_taken >= len(samples):
         raise ConfigurationError(
-            f"{len(samples)} samples are too few for training and validation. Give more, or name "
-            "data.validation_files."
+            f"{count_text(len(samples), 'sample')} cannot be split for training and validation. "
+            "Give more, or name data.validation_files."
         )
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
     taken = set(order[:num_taken])

@@ -28,6 +28,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "frozen_weights": ("memory", "mmap"),
     "frozen_bits": (16, 8, 4),
     "dtype": ("auto", "float32", "bfloat16", "float16", "float64", None),
+    "trust_remote_code": (False, True),  # a text such as "no" would let code run
 }
 
 

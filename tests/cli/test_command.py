@@ -139,6 +139,17 @@ def test_a_folder_that_is_here_needs_no_slash(
     assert commands.in_settings(["model=tiny"], config_folder()) == ["model=tiny"]
 
 
+def test_words_of_yaml_and_python_are_values() -> None:
+    words = ["data.packing=no", "train=off", "+trainer.benchmark=yes", "ckpt_path=None", "a='no'"]
+    meant = ["data.packing=false", "train=false", "+trainer.benchmark=true", "ckpt_path=null"]
+    assert commands.in_settings(words, config_folder()) == [*meant, "a='no'"]
+
+
+def test_a_module_that_is_none_does_not_choose_the_data() -> None:
+    words = commands.in_settings(["module=dpo", "data=a.jsonl"], config_folder())
+    assert words == ["module=dpo", "data=chat", "data.files=['a.jsonl']"]
+
+
 def test_data_is_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     lines = [json.dumps({"instruction": "ask", "reply": f"answer {n}"}) for n in range(9)]

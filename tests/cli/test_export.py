@@ -174,7 +174,7 @@ def test_the_checkpoint_of_another_model(run: Path) -> None:
     ("overrides", "error", "message"),
     [
         (["ckpt_path={alone}"], ConfigurationError, r"no config\.yaml of a run beside it"),
-        (["model=tiny"], ConfigurationError, r"output_dir=null"),
+        (["model=tiny"], ConfigurationError, r"ckpt_path=null: name a checkpoint"),
         (
             ["ckpt_path={good}", "output_dir=s3://x"],
             ConfigurationError,

@@ -266,7 +266,9 @@ def test_a_conversation_cut_before_the_answer_is_left_out(tmp_path: Path) -> Non
 
 
 def test_too_few_samples_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"1 samples are too few for training and valid"):
+    with pytest.raises(
+        ConfigurationError, match=r"1 sample cannot be split for training and valid"
+    ):
         make(tmp_path, talk("a")).setup()
     with pytest.raises(ConfigurationError, match=r"less than one batch of data\.batch_size=4"):
         make(tmp_path, *[talk("a")] * 3, batch_size=4, packing=False).setup()
@@ -275,8 +277,9 @@ def test_too_few_samples_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seq_len": 1}, r"data\.seq_len=1 must be at least 2"),
-        ({"batch_size": 0}, r"data\.batch_size=0 must be at least 1"),
+        ({"seq_len": 1}, r"data\.seq_len=1 must be a whole number of at least 2"),
+        ({"seq_len": "long"}, r"data\.seq_len=long must be a whole number"),
+        ({"batch_size": 0}, r"data\.batch_size=0 must be a whole number of at least 1"),
         ({"validation_share": 1.0}, r"data\.validation_share=1\.0 must lie between 0 and 1"),
         ({"too_long": "cut"}, r"data\.too_long='cut' is not one of"),
         ({"no_target": "keep"}, r"data\.no_target='keep' is not one of drop, refuse"),

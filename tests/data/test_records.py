@@ -131,9 +131,15 @@ def test_folders_and_patterns_are_read_by_name(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"a": 1}\n{"a": 2\n{"a": 3}', r"line 2: this is not JSON .*mend or remove"),
-        ("a.jsonl", b'["x"]', r"line 1: this is a list, where a JSON object is needed"),
+        ("a.jsonl", b'{}\n["x"]', r"line 2: this is a list, where a JSON object is needed"),
+        ("a.jsonl", b'["x"]', r"line 1: this is a text, where a JSON object is needed"),
         ("a.jsonl", b'{"text": "\xff"}', r"a\.jsonl, line 1: this is not JSON"),
-        ("a.txt", b"\xff", r"a\.txt: this is not a text in UTF-8"),
+        ("a.txt", b"\xff", r"a\.txt, line 1: this is not a text in UTF-8"),
+        (
+            "a.csv",
+            b"text\n1\nna\xefve",
+            r"a\.csv, line 3: this is not .* iconv -f latin1 -t utf-8 ",
+        ),
         ("a.json", b'[{"a": 1},\n {"a": 2]', r"a\.json, line 2: this is not JSON .*Mend the file"),
         ("a.json", b'[{"a": 1}, 3]', r"a\.json, line 1, item 2: this is a value of type int"),
         ("a.json", b'[{"a": 1},\n 3]', r"a\.json, line 2: this is a value of type int"),
@@ -310,7 +316,10 @@ def test_calls_of_tools_and_own_names_of_fields_are_read() -> None:
         ({"instruction": "q", "output": ""}, r"the field 'output' is empty\. Remove"),
         ({"instruction": "q", "output": "a", "history": ["q"]}, r"'history' is no list of pairs"),
         ({"question": "q", "answer": None, "response": 3}, r"field 'answer' is null \(question/an"),
-        ({"conversations": TURNS, "chosen": "a", "rejected": "b"}, r"this is preference pairs"),
+        (
+            {"conversations": TURNS, "chosen": "a", "rejected": "b"},
+            r"this is preference pairs .*trained learns from .* From pairs of answers: module=pref",
+        ),
         ({"prompt": "q", "completion": "a", "label": False}, r"judged as unwanted .*module=kto"),
         ({"messages": [ASKED, SAID], "label": "false"}, r"judged as unwanted .*module=kto"),
         ({"instruction": "q", "output": "a", "kto_tag": False}, r"judged as unwanted"),
@@ -501,7 +510,9 @@ def test_a_trainer_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"data\.run_records=0 must be at least 1"):
+    with pytest.raises(
+        ConfigurationError, match=r"data\.run_records=0 must be a whole number of at least 1"
+    ):
         make(tmp_path, run_records=0)
     with pytest.raises(
         ConfigurationError, match=r"data\.streaming=true .* name data\.validation_f"

@@ -204,6 +204,7 @@ def test_a_model_that_wants_to_run_its_own_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"trust_remote_code": "no"}, r"trust_remote_code='no' is not one of False, True"),
         ({"frozen_weights": "disk"}, r"frozen_weights='disk' is not one of memory, mmap"),
         ({"dtype": "int3"}, r"dtype='int3' is not one of auto, float32"),
     ],
