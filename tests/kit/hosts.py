@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _SECONDS = 600.0  # a host that waits for another one says so long before
 _LEAVE_SECONDS = 5.0  # for an orderly end
 
+_PATH = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 _context = multiprocessing.get_context("forkserver")
 # The server imports once what hosts need, the modules of the functions that they run among it.
 _context.set_forkserver_preload(
@@ -164,7 +167,8 @@ def start_hosts(
         mine, theirs = _context.Pipe(duplex=False)
         given = {"MASTER_PORT": port, **variables}
         process = _context.Process(target=_serve, args=(theirs, rank, given, function, args))
-        process.start()
+        with mock.patch.dict(os.environ, PYTHONPATH=_PATH):  # the first one starts the server
+            process.start()
         theirs.close()
         started.append(StartedHost(process, mine))
     return started
