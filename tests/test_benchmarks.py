@@ -123,6 +123,7 @@ def test_how_sure_a_median_of_pairs_is() -> None:
     assert set(logging_overhead.paired(times, order)) == {((2.0, 20.0), (1.0, 10.0))}
 
 
+@pytest.mark.suite("where0", "where1")
 @pytest.mark.parametrize("where", [[], ["--emulated", "--block-seconds=0.0001"], ["--control"]])
 def test_both_ways_are_measured(tmp_path: Path, where: list[str]) -> None:
     sizes = ["--pairs=3", "--width=16", "--tokens=8", "--blocks=4", "--samples=1"]

@@ -62,6 +62,7 @@ def _right_hand(document: str) -> list[str]:
     return [code for cell in rows for code in re.findall(r"`([^`]+)`", cell)]
 
 
+@pytest.mark.soak
 def test_every_command_composes() -> None:
     """Every override that is shown exists; flags and sweeps are left out."""
     pattern = re.compile(r"^python train.py *([^#\n]*)", flags=re.MULTILINE)

@@ -7,6 +7,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 import roundpipe_lightning
 
 PUBLIC_NAMES = [
@@ -135,6 +137,7 @@ def test_public_names_exist_and_all_modules_are_documented() -> None:
     assert [name for name, item in named.items() if not item.__doc__] == []
 
 
+@pytest.mark.soak
 def test_leak_check_fails_tests_that_leave_threads_and_files(tmp_path: Path) -> None:
     """The check all other tests rely on can fail."""
     tests = """

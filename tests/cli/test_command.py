@@ -295,6 +295,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 # Callbacks ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.suite("2-training_step-130", "15-on_validation_start-143")
 @pytest.mark.parametrize(
     ("number", "hook", "status"),
     [

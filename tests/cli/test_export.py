@@ -99,6 +99,7 @@ def test_the_file_of_sentencepiece_goes_along(run: Path, tmp_path: Path) -> None
     assert (folder / "tokenizer.json").is_file()
 
 
+@pytest.mark.suite("memory")
 @pytest.mark.parametrize("frozen_weights", ["memory", "mmap"])
 def test_an_adapter_of_a_run(tmp_path: Path, frozen_weights: str) -> None:
     tiny: Any = OmegaConf.load(config_folder() / "model" / "tiny.yaml")

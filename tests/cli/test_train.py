@@ -478,6 +478,7 @@ def test_rounded_copies_are_a_change_where_host_or_devices_lack_memory(tmp_path:
         assert wanted.change.cost.startswith("the same results;")
 
 
+@pytest.mark.suite("given0")
 @pytest.mark.parametrize("given", [(), ("peft=lora", "trainer.strategy.upload_dtype=null")])
 def test_what_fits_is_offered_by_a_machine_that_has_just_enough(
     tmp_path: Path, given: tuple[str, ...]

@@ -93,6 +93,7 @@ def planned(folder: Path, recipe: str, *machines: str, changes: tuple[str, ...] 
         assert answer.fits == (recipe not in TOO_SMALL.get(machine, ())), machine
 
 
+@pytest.mark.soak
 def test_a_recipe_is_planned_without_whole_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,9 @@ def _under_autocast(layers: Any, hidden: Tensor) -> Any:
     return hidden.float()
 
 
+@pytest.mark.suite(
+    "_two_flow", "_sides_reach_the_loss", "_trained_argument_by_keyword", "_under_autocast"
+)
 @pytest.mark.parametrize(
     "run",
     [

@@ -196,6 +196,7 @@ def test_the_second_run_takes_the_first_ones_output() -> None:
     check(regressor, names=LAYERS + again(LAYERS), call=call, cuts=[3])
 
 
+@pytest.mark.suite("reference first")
 @pytest.mark.parametrize("order", ["reference first", "reference last"])
 def test_a_reference_without_gradients(order: str) -> None:
     """DPO with the same weights as reference."""
@@ -380,6 +381,7 @@ class Switched(Block):
         return hidden + self.adapter(x) if self.enabled else hidden
 
 
+@pytest.mark.suite("gradients")
 @pytest.mark.parametrize("mode", ["no gradients", "gradients"])
 def test_a_switch_that_holds_for_one_call(mode: str) -> None:
     """Each microbatch turns it off and on while others run, and recomputes with what it was."""

@@ -122,6 +122,15 @@ PLACES = {
 ERRORS = {"exception": PlannedError, "exit": SystemExit, "generator exit": GeneratorExit}
 
 
+@pytest.mark.suite(
+    "step-exception-emulated",
+    "backward-exception-emulated",
+    "tail-exception-processor",
+    "forward-exception-processor",
+    "step-exit-processor",
+    "step-generator exit-processor",
+    "backward-generator exit-emulated",
+)
 @pytest.mark.parametrize(
     ("where", "error", "server"),
     [

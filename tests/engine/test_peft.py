@@ -267,6 +267,7 @@ def reference(view: Any, batch: Any, *, wait_seconds: float) -> Tensor:
     return logits
 
 
+@pytest.mark.suite("reference")
 @pytest.mark.parametrize("first", ["reference", "policy"])
 def test_a_reference_pass_with_the_adapters_off(first: str) -> None:
     """Adapters that a microbatch switches off are off for its own blocks, and only while off."""

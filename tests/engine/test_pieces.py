@@ -155,6 +155,16 @@ class TimeMajor(Regressor):
         return self(x).square().mean()
 
 
+@pytest.mark.suite(
+    "Regressor-cpu_workers",
+    "Contrastive-cpu_workers",
+    "Contrastive-emulated_workers",
+    "Between-emulated_workers",
+    "Summed-cpu_workers",
+    "Shared-cpu_workers",
+    "Cached-emulated_workers",
+    "TimeMajor-emulated_workers",
+)
 @pytest.mark.parametrize("make_devices", [cpu_workers, emulated_workers])
 @pytest.mark.parametrize(
     "make", [Regressor, Contrastive, Between, Summed, Shared, Cached, TimeMajor]

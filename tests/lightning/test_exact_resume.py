@@ -146,6 +146,12 @@ HOOKS: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.suite(
+    "every hook",
+    "windows, one ends early",
+    "a loss scale and its growth",
+    "accumulation that a callback changes",
+)
 @pytest.mark.parametrize("name", HOOKS)
 def test_in_hooks(tmp_path: Path, name: str) -> None:
     hooks, given = HOOKS[name]

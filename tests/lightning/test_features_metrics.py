@@ -257,6 +257,7 @@ class _LogsInHooks(Regressor):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+@pytest.mark.suite("2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_hooks_log_reaches_loggers_at_every_step(tmp_path: Path, accumulate: int) -> None:
     names = _compare_overrides(

@@ -53,6 +53,7 @@ def _fused(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, fused=True)
 
 
+@pytest.mark.suite("disk")
 @pytest.mark.parametrize("offload", [None, "disk"])
 def test_trains_as_torch_fused_to_the_bit(offload: str | None, tmp_path: Path) -> None:
     module, _ = _train(
@@ -87,6 +88,7 @@ def test_a_disk_that_fills_up_in_the_middle_ends_the_training(
     assert any(state["step"] > 1 for state in states)
 
 
+@pytest.mark.suite("8bit")
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
 def test_resumes_to_the_bit(moments: str, tmp_path: Path) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
@@ -115,6 +117,7 @@ def _on_one_device(folder: Path, make: Any, **given: Any) -> Any:
     return module, trainer
 
 
+@pytest.mark.suite("fp32-disk", "bf16-None", "8bit-disk")
 @pytest.mark.parametrize("offload", [None, "disk"])
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 def test_checkpoints_go_to_lightnings_one_device_and_back(

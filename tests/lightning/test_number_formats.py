@@ -85,6 +85,9 @@ def uploaded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.suite(
+    "AdamW-async-callbacks1", "HostAdamW-exact-callbacks3", "HostAdamW-async-callbacks4"
+)
 @pytest.mark.parametrize(
     ("make", "update", "callbacks"),
     [

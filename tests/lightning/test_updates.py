@@ -135,6 +135,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[LightningModul
     return _fit_with_everything_on(tmp_path_factory.mktemp("one"), PlainLoop(2), 1)
 
 
+@pytest.mark.suite("RoundPipeStrategy-2", "EmulatedStrategy-2")
 @pytest.mark.parametrize(
     ("strategy", "devices"), [(RoundPipeStrategy, 2), (Overlapping, 2), (EmulatedStrategy, 2)]
 )
