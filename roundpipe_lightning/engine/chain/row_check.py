@@ -196,7 +196,7 @@ class RowTrial:
                     return self._marks.mark(_alike(shadow.both, dim))
                 rows = shadow[part] if part < 3 else shadow.both
                 if dim is not None and part in _BESIDE and _is_finite(rows):
-                    scaled = shadow.second * _BESIDE[part]
+                    scaled = (shadow.second + _numbers(shadow.second)) * _BESIDE[part]
                     return self._marks.mark(torch.cat([shadow.first, scaled], dim))
                 if gradient and rows.is_floating_point():
                     rows = rows.detach().requires_grad_()
@@ -473,9 +473,13 @@ def _cotangent(shadow: Shadow, part: int) -> Tensor:
     dims = [d for d, (a, b) in enumerate(zip(first.shape, both.shape, strict=True)) if a != b]
     if not dims:
         return torch.zeros_like(both)
-    whole = torch.arange(both.numel(), device=both.device).cos().to(both.dtype).view(both.shape)
+    whole = _numbers(both)
     num, more = first.shape[dims[0]], second.shape[dims[0]]
     return [whole.narrow(dims[0], 0, num), whole.narrow(dims[0], num, more), whole][part]
+
+
+def _numbers(like: Tensor) -> Tensor:
+    return torch.arange(like.numel(), device=like.device).cos().to(like.dtype).view(like.shape)
 
 
 def _is_finite(tensor: Tensor) -> bool:
