@@ -275,8 +275,10 @@ def explain(error: BaseException, name: str, folder: Path) -> str:
         group, _, file = missing[1].partition("/")
         paths = [path.relative_to(folder / group) for path in (folder / group).rglob("*.yaml")]
         files = sorted(p.with_suffix("").as_posix() for p in paths if p.parts[0] != "base")
-        below = [one for one in files if one.startswith(f"{file}/")]  # a model without a method
-        near = [] if below else difflib.get_close_matches(file, files, n=1)
+        model, _, method = file.partition("/")
+        below = [one for one in files if one.startswith(f"{model}/")]
+        is_short = below and not method  # a model without a method
+        near = [] if is_short else difflib.get_close_matches(file, below or files, n=1)
         meant = f" Did you mean {group}={near[0]}?" if near else ""
         return f"{group}={file} does not exist.{meant} There are: {', '.join(below or files)}."
     reason = error if isinstance(error, OSError) else error.__cause__

@@ -88,6 +88,7 @@ def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
         ("hydra.run.dir=/dev/null/run", "The run's folder cannot be made"),
         ("task_name=a/b", "Set hydra.run.dir, paths.log_dir or task_name"),
         ("data.files=[a", "no viable alternative"),
+        ("recipe=qwen3_8b/loraa", "Did you mean recipe=qwen3_8b/lora? There are: qwen3_8b/dpo, q"),
         ("recipie=qwen3_8b/lora", "There is no setting recipie. Did you mean recipe?"),
         ("my.jsonl", "'my.jsonl' is no setting. Write them as NAME=VALUE, such as data=chats"),
         ("optimizer.lr=1e-4,", "'optimizer.lr=1e-4,' cannot be read (mismatched input '<EOF>')."),
