@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from roundpipe_lightning.engine.capture.view import LazyTable, View, ViewClasses, ViewMaker
+from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import (
+    Block,
     Regressor,
     check_parity,
     differences,
@@ -498,3 +500,55 @@ def test_a_view_that_never_gets_its_own_class_back_holds_up_no_other() -> None:
         with pytest.raises(ZeroDivisionError):
             mean_step(engine, batches, call=fail)
         assert not differences(module, mean_step(engine, batches, call=parametrized_step), plain)
+
+
+def _hook(leaf: Any) -> None:
+    leaf.register_hook(lambda gradient: 2 * gradient)
+
+
+def _hook_after(leaf: Any) -> None:
+    leaf.register_post_accumulate_grad_hook(lambda it: setattr(it, "grad", 3 * it.grad))
+
+
+def _attribute(leaf: Any) -> None:
+    leaf.note = "of this step"
+
+
+def _other_memory(module: Any) -> None:
+    module.layers[0].inner.weight.data = module.layers[0].inner.weight.data.clone()
+
+
+def _freeze(module: Any) -> None:
+    module.layers[0].inner.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("in_block", [None, _hook, _hook_after, _attribute])
+@pytest.mark.parametrize("between", [None, _other_memory, _freeze])
+def test_a_leaf_in_host_memory_serves_the_next_step_where_it_is_as_new(
+    in_block: Callable[[Any], None] | None, between: Callable[[Any], None] | None
+) -> None:
+    seen: list[tuple[Any, str]] = []
+    change = in_block
+
+    class Meddling(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            leaf = self.inner.weight
+            seen.append((leaf, getattr(leaf, "note", "")))
+            if change is not None:
+                change(leaf)
+            return super().forward(x)
+
+    module, batches = Regressor(1, make_block=Meddling), regression_batches(1)
+    partition = Partition(forward=(), backward=(1,))
+    with engine_for(
+        module, devices=[CpuDevice()], num_microbatches=1, partition=partition
+    ) as engine:
+        mean_step(engine, batches)
+        change = None
+        if between is not None:
+            between(module)
+        result = mean_step(engine, batches)
+        (first, _), (second, note) = seen
+        assert (first is second) == (in_block is None and between is None)
+        assert not note
+        assert not differences(module, result, plain_step(module, batches))

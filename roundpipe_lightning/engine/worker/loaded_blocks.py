@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -218,6 +218,8 @@ class ResidentBlocks:
     weights: StageWeights | None = None
     await_upload: Callable[[Event], None] | None = None
     refuses: bool = False  # as of `PlacedBuffers`
+    # leaves in host memory, where a step finds those of the step before
+    kept: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._await_upload = (
@@ -272,11 +274,15 @@ class ResidentBlocks:
 
     def _add_leaf(self, parameter: nn.Parameter, value: Tensor) -> None:
         if parameter not in self._leaves:
-            # In FORWARD stages, too, though no graph is kept: PyTorch folds other products where a
-            # weight needs no gradient, and other products round differently.
-            leaf = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            if parameter.requires_grad:
-                sum_wide(leaf, gradient_dtype(parameter))
+            leaf = self.kept.get(parameter)
+            if leaf is None or not _is_as_new(leaf, parameter, value):
+                # In FORWARD stages, too, though no graph is kept: PyTorch folds other products
+                # where a weight needs no gradient, and other products round differently.
+                leaf = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                if parameter.requires_grad:
+                    sum_wide(leaf, gradient_dtype(parameter))
+                if not torch.is_inference_mode_enabled():
+                    self.kept[parameter] = leaf
             self._leaves[parameter] = leaf
             self.rounded.add({parameter: leaf})
             self.num_bytes += leaf.nbytes
@@ -437,12 +443,23 @@ class ResidentBlocks:
     def close(self) -> None:
         """Break the circles between views and their maker, so that memory is free at once."""
         self._maker.close()
-        if self.weights is not None:  # its leaves live on
-            for leaf in self._leaves.values():
-                leaf.grad = None
+        for leaf in self._leaves.values():  # they may live on
+            leaf.grad = None
         self._leaves.clear()
         self._placed.clear()
         self._buffered.clear()
+
+
+def _is_as_new(leaf: nn.Parameter, parameter: nn.Parameter, value: Tensor) -> bool:
+    """Return whether a leaf is as one made now, whatever code that used it has done to it."""
+    sums = torch.promote_types(value.dtype, gradient_dtype(parameter))
+    return (
+        (leaf.data_ptr(), leaf.stride()) == (value.data_ptr(), value.stride())
+        and (leaf.shape, leaf.dtype) == (value.shape, value.dtype)
+        and leaf.requires_grad is parameter.requires_grad
+        and (not leaf.requires_grad or gradient_dtype(leaf) is sums)
+        and not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks or leaf.__dict__)  # noqa: SLF001
+    )
 
 
 def _buffers(view: nn.Module) -> LazyTable[Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ class Worker:
         self._brought: Sequence[nn.Module] | None = None  # the last of them that were asked for
         self._streamed_bytes = 0
         self._outside: dict[nn.Parameter, Tensor] = {}
+        self._kept_leaves: dict[nn.Parameter, nn.Parameter] = {}  # as of `ResidentBlocks.kept`
         self._outside_sums: dict[WorkerTransfers, OutsideSums] = {}
         self._peak_bytes = 0
 
@@ -70,7 +72,8 @@ class Worker:
             weights = None
             if self.transfers is not None:
                 weights = self.transfers.weights.acquire(stage, blocks)
-            self._resident = self._new_resident(stage.kind, weights, refuses=refuses)
+            kept = self._kept_leaves if self.device.shares_host_memory else {}
+            self._resident = self._new_resident(stage.kind, weights, refuses=refuses, kept=kept)
             self._stage = stage
         elif self.transfers is not None:
             self.transfers.weights.acquire(stage, blocks)
@@ -98,7 +101,7 @@ class Worker:
             blocks.close()
 
     def _new_resident(
-        self, kind: StageKind, weights: StageWeights | None = None, *, refuses: bool
+        self, kind: StageKind, weights: StageWeights | None = None, **options: Any
     ) -> ResidentBlocks:
         return ResidentBlocks(
             kind,
@@ -107,7 +110,7 @@ class Worker:
             classes=self.classes,
             weights=weights,
             await_upload=self._await_weights,
-            refuses=refuses,
+            **options,
         )
 
     def _await_weights(self, event: Event) -> None:

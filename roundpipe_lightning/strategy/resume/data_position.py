@@ -30,6 +30,7 @@ from roundpipe_lightning.strategy.compat import set_sampler_epoch
 from roundpipe_lightning.strategy.resume.randomness import (
     LoaderRandomness,
     State,
+    host_now,
     host_state,
     set_host_state,
 )
@@ -250,7 +251,7 @@ class LoaderPosition(Iterator[Any]):
         self._constructed: State | None = None
         self._num_asked = 0
         self._num_before_processes = 0
-        self._history: deque[State] = deque(maxlen=_MOST_AHEAD)
+        self._history: deque[tuple[Any, ...]] = deque(maxlen=_MOST_AHEAD)
         self._stamps: deque[tuple[int, State | None]] = deque(maxlen=_MOST_AHEAD)
 
     def iterate(self) -> Iterator[Any]:
@@ -268,7 +269,7 @@ class LoaderPosition(Iterator[Any]):
                 if position.is_asked and not position.is_open:
                     position.open()
         assert self._inner is not None
-        self._history.append(host_state())
+        self._history.append(host_now())
         self._num_asked += 1
         if not self._is_stamped:
             return next(self._inner)
@@ -281,7 +282,8 @@ class LoaderPosition(Iterator[Any]):
         return batch
 
     def before_fetch(self, num_fetched: int) -> State | None:
-        return self._history[-num_fetched] if len(self._history) >= num_fetched else None
+        is_known = len(self._history) >= num_fetched
+        return host_state(self._history[-num_fetched]) if is_known else None
 
     # In a checkpoint -----------------------------------------------------------------------------
 

@@ -22,10 +22,16 @@ State: TypeAlias = Mapping[str, Any]
 """States of generators, as tensors, numbers and tuples."""
 
 
-def host_state() -> dict[str, Any]:
-    """Return the states of torch's, Python's and numpy's host generators."""
+def host_now() -> tuple[Any, ...]:
+    """Return what `host_state` makes a state of, which takes long, and is rarely asked for."""
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - the global generator is what is kept
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": _plain(numpy)}
+    return torch.get_rng_state(), random.getstate(), numpy
+
+
+def host_state(then: tuple[Any, ...] | None = None) -> dict[str, Any]:
+    """Return the states of torch's, Python's and numpy's host generators, now or `then`."""
+    of_torch, python, numpy = then or host_now()
+    return {"torch": of_torch, "python": python, "numpy": _plain(numpy)}
 
 
 def set_host_state(state: State) -> None:
