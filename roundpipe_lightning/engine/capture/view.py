@@ -545,13 +545,15 @@ class ViewMaker:
         if not _is_view(view):
             return False
         own, made, others = view.__dict__, self.made, self._stand_ins
-        children = module.__dict__["_modules"].values()
-        return (
+        children = module.__dict__["_modules"]
+        if (
             own["_parameters"].is_changed
             or own["_buffers"].is_changed
             or own["_modules"].is_changed
-            or any(map(self.is_changed, [m for m in children if m in made or id(m) in others]))
-        )
+        ):
+            return True
+        below = [m for m in children.values() if m in made or id(m) in others] if children else ()
+        return any(map(self.is_changed, below))
 
     def rebound(self, value: Any, holder: nn.Module) -> Any:
         """Return a method of a module below `holder`, which keeps it, bound to that one's view."""

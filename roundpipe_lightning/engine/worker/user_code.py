@@ -422,15 +422,13 @@ class UserCode(TorchFunctionMode):
     def _cut_off(self, cut: Callable[[Tensor], Tensor], name: str, args: Any, kwargs: Any) -> Any:
         """Put leaves in for tensors of earlier segments, but for one that is written into."""
         written = args[0] if args and writes_first(name) else kwargs.get("out")
+        tensors = [x for x in tensors_in((args, kwargs)) if x is not written]
         # A lazy tensor may begin a segment, which makes the other tensors those of an earlier one.
-        lazy: dict[Tensor, Tensor] = {
-            x: cut(x)
-            for x in tensors_in((args, kwargs))
-            if isinstance(x, LazyTensor) and x is not written
-        }
-        return map_tensors(
-            lambda x: lazy[x] if x in lazy else x if x is written else cut(x), (args, kwargs)
-        )
+        tensors.sort(key=lambda x: not isinstance(x, LazyTensor))
+        taken = {id(x): cut(x) for x in tensors}
+        if all(taken[id(x)] is x for x in tensors):
+            return args, kwargs
+        return map_tensors(lambda x: taken.get(id(x), x), (args, kwargs))
 
     def _with_whole_values(
         self, func: Any, args: Any, kwargs: Any, rounded: RoundedLeaves
