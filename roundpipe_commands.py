@@ -41,6 +41,8 @@ _CHOICES = ("recipe", "experiment")
 
 _MODULES = {"plan": "plan.command", "export": "checkpoints"}
 
+_NO_OPTION = re.compile(r"(?:unrecognized arguments|ambiguous option): (.+?)(?: could match .*)?\n")
+
 _HELP = {
     "train": """\
 roundpipe-train, or python train.py: trains a model that may be larger than the devices,
@@ -125,7 +127,7 @@ def _launch(name: str) -> None:
         screen.write("Stopped.\n")
         sys.exit(EXIT_INTERRUPTED)
     except SystemExit as ended:
-        unknown = re.search(r"unrecognized arguments: (.+)", errors.getvalue())
+        unknown = _NO_OPTION.search(errors.getvalue())
         if unknown or (not jobs and isinstance(ended.__context__, Exception)):
             errors.truncate(0)
             cause = ended.__context__ or ended

@@ -94,6 +94,7 @@ def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
         ("optimizer.lr=1e-4,", "'optimizer.lr=1e-4,' cannot be read (mismatched input '<EOF>')."),
         ("model.hub_name=[a", "Text is given as 'model.hub_name=\"[a\"'."),
         ("--data", "'--data' is no setting. Write them as NAME=VALUE"),
+        ("--config", "'--config' is no setting. Write them as NAME=VALUE"),
     ],
 )
 def test_what_the_command_line_gets_wrong_is_one_line(
