@@ -1,6 +1,5 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ def fit(trainer: Trainer, module: Any) -> None:
 
 
 def on_each(
-    folder: Path,
     make: Callable[[], Any],
     do: Callable[[Trainer, Any], Any] = fit,
     *,
@@ -44,7 +42,6 @@ def on_each(
     """Do the same on one device, then under each kind of strategy.
 
     Args:
-        folder: The Trainer's.
         make: Makes the module, with the same random numbers each time.
         do: What is done.
         kinds: Make strategies.
@@ -59,7 +56,6 @@ def on_each(
         module = make()
         made = {name: value() if callable(value) else value for name, value in flags.items()}
         trainer = make_trainer(
-            folder,
             strategy="auto" if kind is None else kind(**options),
             devices=1 if kind is None else devices,
             **{"max_epochs": 1, **made},
@@ -72,7 +68,6 @@ def on_each(
 
 
 def compare(
-    folder: Path,
     make: Callable[[], Any],
     do: Callable[[Trainer, Any], Any] = fit,
     *,
@@ -80,7 +75,7 @@ def compare(
     **options: Any,
 ) -> list[Outcome]:
     """Do the same with each, as `on_each`; parameters, metrics, steps and `module.seen` agree."""
-    expected, *others = outcomes = on_each(folder, make, do, **options)
+    expected, *others = outcomes = on_each(make, do, **options)
     for outcome in others:
         assert outcome.trainer.global_step == expected.trainer.global_step
         assert parameter_error(outcome.module, expected.module) <= tolerance

@@ -124,8 +124,13 @@ def regression_data(
     return DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=shuffle)
 
 
-def make_trainer(folder: Path, **flags: Any) -> Trainer:
-    """A silent Trainer on CPU workers that writes nothing by itself."""
+def make_trainer(folder: Path | None = None, **flags: Any) -> Trainer:
+    """A silent Trainer on CPU workers that writes nothing by itself.
+
+    Args:
+        folder: Its `default_root_dir`; else where it runs, in tests/lightning the test's own.
+        **flags: Of the Trainer.
+    """
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -141,7 +146,6 @@ def make_trainer(folder: Path, **flags: Any) -> Trainer:
 
 
 def train_with(
-    folder: Path,
     strategies: Sequence[Any],
     make: Callable[[], LightningModule],
     data: Any = None,
@@ -157,7 +161,7 @@ def train_with(
         torch.manual_seed(3)
         module, ours = make(), isinstance(strategy, RoundPipeStrategy) or strategy == "roundpipe"
         given = {name: flag() if callable(flag) else flag for name, flag in flags.items()}
-        trainer = make_trainer(folder, strategy=strategy, **{"devices": 1 + ours, **given})
+        trainer = make_trainer(strategy=strategy, **{"devices": 1 + ours, **given})
         trainer.fit(module, regression_data() if data is None else data, validation)
         runs.append((module, trainer))
     return runs

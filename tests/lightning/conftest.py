@@ -1,5 +1,6 @@
 import functools
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,12 @@ from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Trainers write where the test runs."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class _Counted(Regressor):
 
 
 def test_clocks_that_tests_replace_are_read_as_on_one_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def reads(strategy: Any) -> int:
         num_reads = 0
@@ -66,7 +66,7 @@ def test_clocks_that_tests_replace_are_read_as_on_one_device(
         with monkeypatch.context() as patch:
             for name in ("monotonic", "perf_counter"):
                 patch.setattr(time, name, counted(getattr(time, name)))
-            trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1, callbacks=[Timer()])
+            trainer = make_trainer(strategy=strategy, max_epochs=1, callbacks=[Timer()])
             trainer.fit(Regressor(), regression_data(), regression_data())
         return num_reads
 
@@ -82,9 +82,9 @@ class _Copies(Callback):
             callback.on_train_batch_start(trainer, trainer.lightning_module, None, 0)
 
 
-def test_a_trainer_can_be_copied_and_pickled(tmp_path: Path) -> None:
+def test_a_trainer_can_be_copied_and_pickled() -> None:
     strategy = EmulatedStrategy(num_microbatches=2)
-    trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1, callbacks=[_Copies()])
+    trainer = make_trainer(strategy=strategy, max_epochs=1, callbacks=[_Copies()])
     trainer.fit(Regressor(), regression_data())
     for copied in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
         copied.fit_loop.max_epochs = 2
@@ -105,14 +105,14 @@ class _Closing(torch.optim.AdamW):
 @pytest.mark.parametrize(
     "make_optimizer", [functools.partial(torch.optim.LBFGS, max_iter=4), _Closing]
 )
-def test_optimizers_that_evaluate_the_loss_themselves(tmp_path: Path, make_optimizer: Any) -> None:
+def test_optimizers_that_evaluate_the_loss_themselves(make_optimizer: Any) -> None:
     class Closes(Regressor):
         def configure_optimizers(self) -> Any:
             return make_optimizer(self.parameters(), lr=0.1)
 
     ours = [kind(num_microbatches=1) for kind in (RoundPipeStrategy, EmulatedStrategy)]
     (expected, _), *runs = train_with(
-        tmp_path, ["auto", *ours], Closes, accumulate_grad_batches=2, gradient_clip_val=0.1
+        ["auto", *ours], Closes, accumulate_grad_batches=2, gradient_clip_val=0.1
     )
     for module, _ in runs:
         assert same_bits(module, expected)
@@ -153,9 +153,9 @@ class _Drawn(Regressor):
 
 
 @pytest.mark.filterwarnings("ignore:_Drawing is stepped as a whole")
-def test_an_optimizer_that_draws_random_numbers_draws_the_same(tmp_path: Path) -> None:
+def test_an_optimizer_that_draws_random_numbers_draws_the_same() -> None:
     ours = [kind(num_microbatches=1) for kind in (RoundPipeStrategy, EmulatedStrategy)]
-    (expected, _), *runs = train_with(tmp_path, ["auto", *ours], _Drawn)
+    (expected, _), *runs = train_with(["auto", *ours], _Drawn)
     for module, _ in runs:
         assert same_bits(module, expected)
 
@@ -175,21 +175,19 @@ class _Entries(Callback):
 
 def test_hooks_are_given_lightnings_entries_of_a_checkpoint(tmp_path: Path) -> None:
     entries, path = _Entries(), tmp_path / "saved.ckpt"
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1, callbacks=[entries])
+    trainer = make_trainer(strategy="roundpipe", max_epochs=1, callbacks=[entries])
     trainer.fit(Regressor(), regression_data())
     trainer.save_checkpoint(path)
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=2, callbacks=[entries])
+    trainer = make_trainer(strategy="roundpipe", max_epochs=2, callbacks=[entries])
     trainer.fit(Regressor(), regression_data(), ckpt_path=path)
     saved, loaded = entries.found
     assert saved == loaded
     assert "roundpipe" in torch.load(path, weights_only=True)
 
 
-def test_a_users_optimizer_makes_no_step_but_the_trainings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_optimizer_makes_no_step_but_the_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_CountedAdamW, "calls", [])
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    trainer = make_trainer(strategy="roundpipe", max_epochs=1)
     trainer.fit(_Counted(), regression_data())
     assert _CountedAdamW.calls == ["mine"] * trainer.global_step
 
@@ -199,19 +197,17 @@ def test_the_state_of_a_users_optimizer_is_known_nevertheless() -> None:
     assert storage_of([_CountedAdamW([parameter], "mine")]).optimizer_bytes == 8.0
 
 
-def test_slurm_environment_named_outside_of_a_job(tmp_path: Path) -> None:
+def test_slurm_environment_named_outside_of_a_job() -> None:
     environment = SLURMEnvironment(auto_requeue=False)
-    trainer = make_trainer(
-        tmp_path, strategy="roundpipe", devices=2, max_epochs=1, plugins=[environment]
-    )
+    trainer = make_trainer(strategy="roundpipe", devices=2, max_epochs=1, plugins=[environment])
     trainer.fit(Regressor(), regression_data())
     assert trainer.world_size == 1
 
 
-def _fit(folder: Path, module: Regressor, **options: Any) -> Trainer:
+def _fit(module: Regressor, **options: Any) -> Trainer:
     path = options.pop("ckpt_path", None)
     strategy = RoundPipeStrategy(num_microbatches=2)
-    trainer = make_trainer(folder, strategy=strategy, num_sanity_val_steps=0, **options)
+    trainer = make_trainer(strategy=strategy, num_sanity_val_steps=0, **options)
     torch.manual_seed(0)
     trainer.fit(module, regression_data(), regression_data(), ckpt_path=path)
     return trainer
@@ -221,12 +217,12 @@ def _fit(folder: Path, module: Regressor, **options: Any) -> Trainer:
 def test_a_checkpoint_whose_optimizer_states_were_taken_out(tmp_path: Path, states: Any) -> None:
     torch.manual_seed(3)
     first = Regressor("adamw")
-    _fit(tmp_path, first, max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")
+    _fit(first, max_epochs=1).save_checkpoint(tmp_path / "x.ckpt")
     checkpoint = torch.load(tmp_path / "x.ckpt")
     torch.save({**checkpoint, "optimizer_states": states}, tmp_path / "x.ckpt")
     module = Regressor("adamw")
     with pytest.warns(InexactResumeWarning, match="no states of optimizers"):
-        trainer = _fit(tmp_path, module, max_epochs=2, ckpt_path=tmp_path / "x.ckpt")
+        trainer = _fit(module, max_epochs=2, ckpt_path=tmp_path / "x.ckpt")
     steps = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
     assert steps == {4}  # those of the second epoch
     assert not same_bits(module, first)
@@ -245,13 +241,13 @@ class _FailingValidation(Regressor):
 
 def test_an_interrupted_validation_is_counted_once(tmp_path: Path) -> None:
     whole = Regressor()
-    expected = _fit(tmp_path, whole).fit_loop.state_dict()
+    expected = _fit(whole).fit_loop.state_dict()
     saves = {"callbacks": [OnExceptionCheckpoint(tmp_path)], "enable_checkpointing": True}
     with pytest.raises(OverflowError, match="the validation failed"):
-        _fit(tmp_path, _FailingValidation(), **saves)
+        _fit(_FailingValidation(), **saves)
     module = _FailingValidation()
     module.fails = False
-    resumed = _fit(tmp_path, module, ckpt_path=tmp_path / "on_exception.ckpt")
+    resumed = _fit(module, ckpt_path=tmp_path / "on_exception.ckpt")
     progress = "epoch_loop.val_loop.batch_progress"
     assert resumed.fit_loop.state_dict()[progress] == expected[progress]
     assert resumed.fit_loop.state_dict()["epoch_progress"] == expected["epoch_progress"]
@@ -268,10 +264,10 @@ def _beside(step: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:The training step never ran the blocks")
-def test_a_step_that_was_put_onto_the_module_logs_once_per_batch(tmp_path: Path) -> None:
+def test_a_step_that_was_put_onto_the_module_logs_once_per_batch() -> None:
     def metrics(module: Regressor) -> Any:
         strategy = RoundPipeStrategy(num_microbatches=4)
-        trainer = make_trainer(tmp_path, strategy=strategy, devices=2, max_epochs=1)
+        trainer = make_trainer(strategy=strategy, devices=2, max_epochs=1)
         trainer.fit(module, regression_data())
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -301,22 +297,22 @@ def _of_module(module: Any, *arguments: Any) -> Any:
         lambda module: functools.partial(_of_module, module),
     ],
 )
-def test_a_step_that_was_bound_to_the_module_runs_in_stages(tmp_path: Path, bound: Any) -> None:
+def test_a_step_that_was_bound_to_the_module_runs_in_stages(bound: Any) -> None:
     module = Regressor()
     module.training_step = bound(module)  # type: ignore[method-assign]
     strategy = EmulatedStrategy(num_microbatches=2)
-    trainer = make_trainer(tmp_path, strategy=strategy, devices=2, max_epochs=1)
+    trainer = make_trainer(strategy=strategy, devices=2, max_epochs=1)
     trainer.fit(module, regression_data())  # a step that runs no blocks would warn
 
 
 @pytest.mark.parametrize("name", ["training_step", "validation_step", "test_step", "predict_step"])
-def test_a_step_that_knows_nothing_of_devices_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_step_that_knows_nothing_of_devices_is_refused(name: str) -> None:
     module = Regressor()
     setattr(module, name, _beside(getattr(module, name)))
-    trainer = make_trainer(tmp_path, strategy=EmulatedStrategy(num_microbatches=2), devices=2)
+    trainer = make_trainer(strategy=EmulatedStrategy(num_microbatches=2), devices=2)
     run = {"test_step": trainer.test, "predict_step": trainer.predict}.get(name, trainer.fit)
     with pytest.raises(ConfigurationError, match=rf"Regressor\.{name} was replaced on the object"):
         run(module, regression_data())  # type: ignore[operator]
-    on_host = make_trainer(tmp_path, strategy="roundpipe", devices=2, max_epochs=1)
+    on_host = make_trainer(strategy="roundpipe", devices=2, max_epochs=1)
     if name in ("test_step", "predict_step"):
         getattr(on_host, name.removesuffix("_step"))(module, regression_data())

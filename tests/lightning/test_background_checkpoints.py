@@ -171,11 +171,10 @@ def test_settings_that_cannot_work() -> None:
 # With the Trainer --------------------------------------------------------------------------------
 
 
-def _fit(folder: Path, io: Any, *callbacks: Any, **flags: Any) -> LightningModule:
+def _fit(io: Any, *callbacks: Any, **flags: Any) -> LightningModule:
     torch.manual_seed(3)
     module = Regressor("adamw")
     trainer = make_trainer(
-        folder,
         strategy=RoundPipeStrategy(num_microbatches=2, checkpoint_io=io),
         callbacks=list(callbacks),
         enable_checkpointing=True,
@@ -192,8 +191,8 @@ def _every_step(folder: Path) -> ModelCheckpoint:
 @pytest.mark.parametrize("max_copy_bytes", [0, 2000, 1 << 30])
 def test_training_goes_on_while_every_step_is_saved(tmp_path: Path, max_copy_bytes: int) -> None:
     io = RoundPipeAsyncCheckpointIO(max_copy_bytes=max_copy_bytes)
-    _fit(tmp_path, RoundPipeCheckpointIO(), _every_step(tmp_path / "sync"))
-    _fit(tmp_path, io, _every_step(tmp_path / "async"))
+    _fit(RoundPipeCheckpointIO(), _every_step(tmp_path / "sync"))
+    _fit(io, _every_step(tmp_path / "async"))
     for path in sorted((tmp_path / "sync").iterdir()):
         expected, found = (
             torch.load(path.parent.parent / kind / path.name) for kind in ("sync", "async")
@@ -216,7 +215,7 @@ def test_weights_are_not_copied_before_they_change(tmp_path: Path, held: threadi
             if trainer.global_step == 1:
                 held.set()
 
-    module = _fit(tmp_path, io, _every_step(tmp_path / "c"), Watch(), max_steps=2)
+    module = _fit(io, _every_step(tmp_path / "c"), Watch(), max_steps=2)
     weights = sum(value.numel() * value.element_size() for value in module.parameters())
     assert copied[:3] == [0, 0, 0]
     assert weights < copied[3] < 3.5 * weights  # and two moments of AdamW
@@ -251,7 +250,6 @@ def test_blocks_are_not_stepped_early_while_they_are_written(
     module = Regressor("adamw")
     io = RoundPipeAsyncCheckpointIO()
     trainer = make_trainer(
-        tmp_path,
         strategy=EmulatedStrategy(
             num_microbatches=2, checkpoint_io=io, dry_run=False, update=update
         ),
@@ -270,7 +268,7 @@ def test_weights_that_a_callback_swaps_are_copied_at_once(
 ) -> None:
     io = RoundPipeAsyncCheckpointIO()
     held.set()
-    _fit(tmp_path, io, WeightAveraging(), _every_step(tmp_path / "c"), max_steps=2)
+    _fit(io, WeightAveraging(), _every_step(tmp_path / "c"), max_steps=2)
     assert io.snapshots.peak_copied_bytes == 0
 
 
@@ -280,14 +278,14 @@ def test_saved_after_the_training_is_there_at_once(tmp_path: Path) -> None:
             trainer.save_checkpoint(tmp_path / "end.ckpt")
             assert (tmp_path / "end.ckpt").is_file()
 
-    module = _fit(tmp_path, RoundPipeAsyncCheckpointIO(), Save(), max_steps=1)
+    module = _fit(RoundPipeAsyncCheckpointIO(), Save(), max_steps=1)
     module.trainer.save_checkpoint(tmp_path / "later.ckpt")
     assert (tmp_path / "later.ckpt").is_file()
 
 
-def test_as_a_plugin(tmp_path: Path) -> None:
+def test_as_a_plugin() -> None:
     io = RoundPipeAsyncCheckpointIO()
-    trainer = make_trainer(tmp_path, strategy="roundpipe", plugins=[io])
+    trainer = make_trainer(strategy="roundpipe", plugins=[io])
     assert trainer.strategy.checkpoint_io is io
 
 
@@ -304,7 +302,7 @@ def test_error_reaches_the_trainer(tmp_path: Path) -> None:
 
     callbacks = [FillDisk(), _every_step(tmp_path)]
     with pytest.raises(CheckpointError, match=r"step=\d\.ckpt could not be written"):
-        _fit(tmp_path, RoundPipeAsyncCheckpointIO(), *callbacks)
+        _fit(RoundPipeAsyncCheckpointIO(), *callbacks)
     left = os.listdir(tmp_path)  # noqa: PTH208 - hidden files count
     assert sorted(left) == ["step=1.ckpt", "step=2.ckpt"]
 
@@ -321,7 +319,7 @@ def test_error_of_the_training_is_not_hidden(tmp_path: Path) -> None:
 
     def fit() -> None:
         with pytest.raises(ValueError, match="the cause"):
-            _fit(tmp_path, RoundPipeAsyncCheckpointIO(), Fail())
+            _fit(RoundPipeAsyncCheckpointIO(), Fail())
 
     with pytest.warns(UserWarning, match="A checkpoint was lost besides"):
         fit()
@@ -335,7 +333,7 @@ def test_logger_that_uploads_finds_the_file(tmp_path: Path) -> None:
             found.append(Path(checkpoint_callback._last_checkpoint_saved).is_file())
 
     logger: Logger = Uploading()
-    _fit(tmp_path, RoundPipeAsyncCheckpointIO(), _every_step(tmp_path / "c"), logger=logger)
+    _fit(RoundPipeAsyncCheckpointIO(), _every_step(tmp_path / "c"), logger=logger)
     assert found == [True] * 6
 
 

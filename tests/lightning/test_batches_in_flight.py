@@ -28,7 +28,6 @@ PARTITION = {"forward": [3], "backward": [1, 3], "round_size": 2, "team_size": 1
 
 
 def fit(
-    folder: Path,
     *callbacks: Callback,
     on_backward: Callable[[], None] = lambda: None,
     on_step: Callable[[Any, Any, int], Any] | None = None,
@@ -43,7 +42,6 @@ def fit(
     module.layers[0] = first
     options: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 3} | flags
     trainer = make_trainer(
-        folder,
         strategy=EmulatedStrategy(
             num_microbatches=NUM_MICROBATCHES,
             microbatching="step",
@@ -58,7 +56,7 @@ def fit(
     return module, trainer
 
 
-def test_the_next_batch_begins_before_the_backward_pass_ends(tmp_path: Path) -> None:
+def test_the_next_batch_begins_before_the_backward_pass_ends() -> None:
     begun, is_third = threading.Event(), threading.Event()
 
     def on_step(view: Any, batch: Any, index: int) -> None:
@@ -71,10 +69,10 @@ def test_the_next_batch_begins_before_the_backward_pass_ends(tmp_path: Path) -> 
         if is_third.is_set():  # in the backward pass of the second batch
             assert begun.wait(TIMEOUT_SECONDS / 2), "the third batch has not begun"
 
-    module, trainer = fit(tmp_path, on_backward=on_backward, on_step=on_step)
+    module, trainer = fit(on_backward=on_backward, on_step=on_step)
     gradients: list[int] = []
     looking = LambdaCallback(on_after_backward=lambda *_: gradients.append(1))
-    plain, plain_trainer = fit(tmp_path, looking)
+    plain, plain_trainer = fit(looking)
     assert len(gradients) == 6
     assert same_bits(module, plain)
     assert trainer.logged_metrics == plain_trainer.logged_metrics
@@ -82,16 +80,14 @@ def test_the_next_batch_begins_before_the_backward_pass_ends(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_gradients_of_a_window_that_was_not_filled_are_there_in_the_end(
-    tmp_path: Path, dropout: float
-) -> None:
+def test_gradients_of_a_window_that_was_not_filled_are_there_in_the_end(dropout: float) -> None:
     looking = LambdaCallback(on_after_backward=lambda *_: None)
-    found, _ = fit(tmp_path, dropout=dropout, limit_train_batches=5, max_epochs=2)
-    wanted, _ = fit(tmp_path, looking, dropout=dropout, limit_train_batches=5, max_epochs=2)
+    found, _ = fit(dropout=dropout, limit_train_batches=5, max_epochs=2)
+    wanted, _ = fit(looking, dropout=dropout, limit_train_batches=5, max_epochs=2)
     assert same_bits(found, wanted)
 
 
-def test_who_asks_for_the_last_step_gets_it(tmp_path: Path) -> None:
+def test_who_asks_for_the_last_step_gets_it() -> None:
     seen: list[bool] = []
 
     class Reader(Callback):
@@ -104,11 +100,11 @@ def test_who_asks_for_the_last_step_gets_it(tmp_path: Path) -> None:
             gradients = [p.grad for p in trainer.lightning_module.parameters()]
             assert all(g is not None for g in gradients) or trainer.global_step
 
-    fit(tmp_path, Reader())
+    fit(Reader())
     assert seen == [True] * 6
 
 
-def test_an_error_of_a_backward_pass_in_flight_is_raised(tmp_path: Path) -> None:
+def test_an_error_of_a_backward_pass_in_flight_is_raised() -> None:
     steps: list[int] = []
 
     def on_backward() -> None:
@@ -116,11 +112,7 @@ def test_an_error_of_a_backward_pass_in_flight_is_raised(tmp_path: Path) -> None
             raise ValueError("the second batch has failed")
 
     with pytest.raises(ValueError, match="the second batch has failed"):
-        fit(
-            tmp_path,
-            on_backward=on_backward,
-            on_step=lambda view, batch, index: steps.append(index),
-        )
+        fit(on_backward=on_backward, on_step=lambda view, batch, index: steps.append(index))
 
 
 @pytest.mark.parametrize(
@@ -150,10 +142,8 @@ def test_batches_in_flight_stay_in_flight(tmp_path: Path) -> None:
 
     monitor, timeline = PipelineMonitor(every_n_steps=1), PipelineTimeline(tmp_path / "drawn")
     report = PlanReport(write=lambda text: None)
-    module, trainer = fit(
-        tmp_path, monitor, timeline, report, on_backward=on_backward, on_step=on_step
-    )
-    assert same_bits(module, fit(tmp_path)[0])
+    module, trainer = fit(monitor, timeline, report, on_backward=on_backward, on_step=on_step)
+    assert same_bits(module, fit()[0])
     assert list(timeline.measured) == [3, 4, 5], "the last one, too"
     figures = monitor.figures
     assert figures["samples_per_second"] * figures["batch_seconds"] == pytest.approx(4)
@@ -164,7 +154,7 @@ def test_batches_in_flight_stay_in_flight(tmp_path: Path) -> None:
     assert {"roundpipe/idle_share", "roundpipe/tokens_per_second"} & set(logged)
 
 
-def test_steps_are_told_of_in_their_order(tmp_path: Path) -> None:
+def test_steps_are_told_of_in_their_order() -> None:
     class Watching(Callback):
         records: list[tuple[int, StepRecord]]
 
@@ -179,7 +169,7 @@ def test_steps_are_told_of_in_their_order(tmp_path: Path) -> None:
             trainer.strategy.step_listeners.append(note)
 
     watching = Watching()
-    fit(tmp_path, watching)
+    fit(watching)
     # Of the first batch of an engine and of the last one of a window the end is waited for.
     assert [batch for batch, _ in watching.records] == [1, 3, 3, 5, 6, 6]
     follows = [record.clock_seconds is not None for _, record in watching.records]
@@ -259,18 +249,18 @@ LOADERS: dict[str, Callable[[Regressor], Any]] = {
 }
 
 
-def _fit(folder: Path, strategy: Any, make: Callable[[Regressor], Any]) -> Regressor:
+def _fit(strategy: Any, make: Callable[[Regressor], Any]) -> Regressor:
     torch.manual_seed(3)
     module = Regressor()
-    trainer = make_trainer(folder, strategy=strategy, max_epochs=2, limit_val_batches=0)
+    trainer = make_trainer(strategy=strategy, max_epochs=2, limit_val_batches=0)
     trainer.fit(module, make(module))
     assert trainer.global_step == NUM_BATCHES * 2
     return module
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_it_is_made_after_the_step(tmp_path: Path, slow_updates: None, name: str) -> None:
-    expected = _fit(tmp_path, "auto", LOADERS[name])
-    module = _fit(tmp_path, Overlapping(num_microbatches=1, dry_run=False), LOADERS[name])
+def test_it_is_made_after_the_step(slow_updates: None, name: str) -> None:
+    expected = _fit("auto", LOADERS[name])
+    module = _fit(Overlapping(num_microbatches=1, dry_run=False), LOADERS[name])
     assert same_bits(module, expected)
     assert all(parameter.isfinite().all() for parameter in module.parameters())

@@ -51,11 +51,11 @@ def _inputs() -> Tensor:
     return torch.randn(4 * NUM_STEPS, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-def _fit(folder: Path, inner: nn.Module, **options: Any) -> tuple[Trainer, Fitted]:
+def _fit(inner: nn.Module, **options: Any) -> tuple[Trainer, Fitted]:
     module, x = Fitted(inner), _inputs()
     data = DataLoader(TensorDataset(x, x.sum(-1)), batch_size=4)
     strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step", **options)
-    trainer = make_trainer(folder, strategy=strategy, devices=2, max_epochs=1)
+    trainer = make_trainer(strategy=strategy, devices=2, max_epochs=1)
     trainer.fit(module, data, data)
     return trainer, module
 
@@ -72,7 +72,7 @@ def _plainly(inner: Any) -> Any:
 
 def _check(folder: Path, inner: nn.Module, names: list[str]) -> Plan:
     plain = _plainly(copy.deepcopy(inner))
-    trainer, module = _fit(folder, inner)
+    trainer, module = _fit(inner)
     for (name, got), want in zip(module.inner.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7, msg=name)
     strategy: Any = trainer.strategy
@@ -86,7 +86,7 @@ def test_an_encoder_and_a_decoder(tmp_path: Path) -> None:
     plan = _check(tmp_path, EncoderDecoder(), names)
     assert plan.num_workers == 2
     with pytest.raises(PlanError, match=r"model has cuts at \(3,\).*no stage spans one"):
-        _fit(tmp_path, EncoderDecoder(), recompute="none")
+        _fit(EncoderDecoder(), recompute="none")
 
 
 def test_three_calls_of_a_stack(tmp_path: Path) -> None:
@@ -95,6 +95,6 @@ def test_three_calls_of_a_stack(tmp_path: Path) -> None:
     plan = _check(tmp_path, Preferring(3), names)
     plain = _plainly(Preferring(3))
     for _ in range(2):  # a plan for the three calls, from the first step on
-        _, module = _fit(tmp_path, Preferring(3), plan=plan)
+        _, module = _fit(Preferring(3), plan=plan)
         for got, want in zip(module.inner.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)

@@ -136,13 +136,13 @@ def _without(*keys: Any) -> Callable[[dict[str, Any]], None]:
     ],
 )
 def test_what_does_not_fit_is_one_error(tmp_path: Path, spoil: Any, message: str) -> None:
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_steps=2)
+    trainer = make_trainer(strategy="roundpipe", max_steps=2)
     trainer.fit(Regressor("adamw"), regression_data(16))
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     checkpoint = torch.load(tmp_path / "x.ckpt")
     spoil(checkpoint)
     torch.save(checkpoint, tmp_path / "x.ckpt")
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_steps=4)
+    trainer = make_trainer(strategy="roundpipe", max_steps=4)
     with pytest.raises(CheckpointError, match=message):
         trainer.fit(Regressor("adamw"), regression_data(16), ckpt_path=tmp_path / "x.ckpt")
 
@@ -157,10 +157,10 @@ def test_what_does_not_fit_is_one_error(tmp_path: Path, spoil: Any, message: str
 def test_a_checkpoint_of_another_optimizer_is_refused(
     tmp_path: Path, before: str, now: str, message: str
 ) -> None:
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_steps=2)
+    trainer = make_trainer(strategy="roundpipe", max_steps=2)
     trainer.fit(Regressor(before), regression_data(16))
     trainer.save_checkpoint(tmp_path / "x.ckpt")
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_steps=4)
+    trainer = make_trainer(strategy="roundpipe", max_steps=4)
     with pytest.raises(CheckpointError, match=message):
         trainer.fit(Regressor(now), regression_data(16), ckpt_path=tmp_path / "x.ckpt")
 
@@ -218,7 +218,6 @@ def test_full_disk_while_training(tmp_path: Path) -> None:
 
     path = tmp_path / "last.ckpt"
     trainer = make_trainer(
-        tmp_path,
         strategy="roundpipe",
         devices=2,
         callbacks=[FillDisk(), ModelCheckpoint(tmp_path, filename="last")],
@@ -239,18 +238,12 @@ def test_loss_scale_moves_between_strategies(tmp_path: Path) -> None:
 
     for ours in (True, False):
         trainer = make_trainer(
-            tmp_path,
-            strategy="roundpipe" if ours else "auto",
-            plugins=[plugin(ours, 128.0)],
-            max_epochs=1,
+            strategy="roundpipe" if ours else "auto", plugins=[plugin(ours, 128.0)], max_epochs=1
         )
         trainer.fit(Regressor(), regression_data())
         trainer.save_checkpoint(tmp_path / "x.ckpt")
         other = make_trainer(
-            tmp_path,
-            strategy="auto" if ours else "roundpipe",
-            plugins=[plugin(not ours, 2.0)],
-            max_epochs=1,
+            strategy="auto" if ours else "roundpipe", plugins=[plugin(not ours, 2.0)], max_epochs=1
         )
         other.fit(Regressor(), regression_data(), ckpt_path=tmp_path / "x.ckpt")
         restored = other.precision_plugin
@@ -259,8 +252,8 @@ def test_loss_scale_moves_between_strategies(tmp_path: Path) -> None:
         assert restored.scaler.get_scale() == 128.0
 
 
-def test_asynchronous_checkpoints_are_written_by_ours(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, strategy="roundpipe", plugins=[AsyncCheckpointIO()])
+def test_asynchronous_checkpoints_are_written_by_ours() -> None:
+    trainer = make_trainer(strategy="roundpipe", plugins=[AsyncCheckpointIO()])
     wrapper = trainer.strategy.checkpoint_io
     assert isinstance(wrapper, AsyncCheckpointIO)
     assert isinstance(wrapper.checkpoint_io, RoundPipeCheckpointIO)
@@ -271,7 +264,7 @@ def test_damaged_checkpoint_stops_before_training(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=r"last\.ckpt cannot be read"):
-        make_trainer(tmp_path, strategy="roundpipe").fit(
+        make_trainer(strategy="roundpipe").fit(
             Regressor("adamw"), regression_data(), ckpt_path=path
         )
 
@@ -350,7 +343,7 @@ def test_it_can_be_validated_and_read_by_one_device(tmp_path: Path) -> None:
     for strategy in ("auto", "roundpipe"):
         module = Tuned()
         module.strict_loading = strategy != "auto"
-        trainer = make_trainer(tmp_path, strategy=strategy)
+        trainer = make_trainer(strategy=strategy)
         losses += trainer.validate(module, token_data(), ckpt_path=path, verbose=False)
         assert same_bits(module, trained)
     assert losses[0]["val_loss"] == pytest.approx(losses[1]["val_loss"], rel=1e-5)
@@ -367,7 +360,7 @@ REFUSED: list[tuple[Tuned, str]] = [
 @pytest.mark.parametrize(("module", "message"), REFUSED)
 def test_another_base_is_refused(tmp_path: Path, module: Tuned, message: str) -> None:
     fit(tmp_path, num_epochs=1)
-    trainer = make_trainer(tmp_path, strategy="roundpipe")
+    trainer = make_trainer(strategy="roundpipe")
     with pytest.raises(CheckpointError, match=message):
         trainer.validate(module, token_data(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
 

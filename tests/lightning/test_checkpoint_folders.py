@@ -231,7 +231,6 @@ def test_training_goes_on_from_a_folder(tmp_path: Path, kind: Any) -> None:
         module = Regressor("adamw", dropout=0.2)
         io = kind(form="distributed", max_file_bytes=2000)
         trainer = make_trainer(
-            tmp_path,
             strategy=RoundPipeStrategy(num_microbatches=2, checkpoint_io=io),
             callbacks=[ModelCheckpoint(tmp_path / "saved", monitor="loss", save_last=True)],
             enable_checkpointing=True,

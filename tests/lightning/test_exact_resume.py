@@ -391,7 +391,7 @@ def test_random_state_is_restored_for_training_only(tmp_path: Path) -> None:
     saver = SaveEverywhere(tmp_path, ["on_train_end"])
     train(tmp_path, seed=1, train_data=_loader, callbacks=[saver], max_epochs=1)
     path = saver.moments[0].path
-    make_trainer(tmp_path, strategy="roundpipe").validate(
+    make_trainer(strategy="roundpipe").validate(
         Restless(), regression_data(8), ckpt_path=path, verbose=False
     )
     saved = torch.load(path, weights_only=True)["roundpipe"]["random_state"]["torch"]
@@ -418,7 +418,7 @@ def test_random_state_round_trips(tmp_path: Path) -> None:
     assert draw() == expected
 
 
-def test_steps_leave_the_hosts_generator_to_the_data(tmp_path: Path) -> None:
+def test_steps_leave_the_hosts_generator_to_the_data() -> None:
     """Dropout in the model changes nothing about the order in which the data is shuffled."""
     orders = []
     for dropout in (0.0, 0.5):
@@ -426,9 +426,7 @@ def test_steps_leave_the_hosts_generator_to_the_data(tmp_path: Path) -> None:
         torch.manual_seed(7)
         module = Regressor(dropout=dropout, on_step=lambda m, b, i: seen.append(b[0].clone()))  # noqa: B023
         torch.manual_seed(8)
-        trainer = make_trainer(
-            tmp_path, strategy=RoundPipeStrategy(num_microbatches=1), max_epochs=3
-        )
+        trainer = make_trainer(strategy=RoundPipeStrategy(num_microbatches=1), max_epochs=3)
         trainer.fit(module, regression_data(shuffle=True))
         orders.append(torch.cat(seen))
     assert torch.equal(orders[0], orders[1])

@@ -35,10 +35,10 @@ class Language(LightningModule):
         return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
 
 
-def fit(folder: Path, module: LightningModule, callback: ExportPretrained, **flags: Any) -> Any:
+def fit(module: LightningModule, callback: ExportPretrained, **flags: Any) -> Any:
     ids = torch.arange(64 * 6).reshape(-1, 6) % 264
     trainer = make_trainer(
-        folder, strategy="roundpipe", devices=2, callbacks=[callback], **{"max_steps": 3, **flags}
+        strategy="roundpipe", devices=2, callbacks=[callback], **{"max_steps": 3, **flags}
     )
     rows: Any = list(ids)
     trainer.fit(module, DataLoader(rows, batch_size=4))
@@ -53,7 +53,7 @@ def logits(model: Any) -> Tensor:
 
 def test_the_trained_model_is_exported_at_the_end(tmp_path: Path) -> None:
     module = Language()
-    fit(tmp_path, module, ExportPretrained(tmp_path / "out"))
+    fit(module, ExportPretrained(tmp_path / "out"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded), logits(module.language))
 
@@ -61,7 +61,7 @@ def test_the_trained_model_is_exported_at_the_end(tmp_path: Path) -> None:
 def test_an_adapter_is_exported_and_replaced_on_the_way(tmp_path: Path) -> None:
     module = Language(adapted=True)
     callback = ExportPretrained(tmp_path / "out", every_n_steps=2)
-    trainer = fit(tmp_path, module, callback, max_steps=5, limit_train_batches=5)
+    trainer = fit(module, callback, max_steps=5, limit_train_batches=5)
     assert trainer.global_step == 5
     loaded = PeftModel.from_pretrained(ModelSource(architecture=TINY).build(), tmp_path / "out")
     assert torch.equal(logits(loaded), logits(module.language))
@@ -78,12 +78,12 @@ def test_exports_every_n_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         steps.append(trainer.global_step)
 
     monkeypatch.setattr(callback, "_export", counting)
-    fit(tmp_path, Language(), callback, max_steps=6, accumulate_grad_batches=2)
+    fit(Language(), callback, max_steps=6, accumulate_grad_batches=2)
     assert sorted(set(steps)) == [2, 4, 6]
 
 
 def test_without_a_folder_the_trainers_is_used(tmp_path: Path) -> None:
-    fit(tmp_path, Language(), ExportPretrained(dtype="bf16"))
+    fit(Language(), ExportPretrained(dtype="bf16"))
     [marker] = tmp_path.rglob(MARKER)
     assert marker.parent.name == "export"
     assert AutoModelForCausalLM.from_pretrained(marker.parent).dtype == torch.bfloat16
@@ -93,9 +93,9 @@ def test_refuses_before_training(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
     with pytest.raises(CheckpointError, match=r"precious.*overwrite=true"):
-        fit(tmp_path, Language(), ExportPretrained(tmp_path / "out"))
+        fit(Language(), ExportPretrained(tmp_path / "out"))
     with pytest.raises(ConfigurationError, match=r"Regressor has none"):
-        fit(tmp_path, Regressor(), ExportPretrained(tmp_path / "new"))
+        fit(Regressor(), ExportPretrained(tmp_path / "new"))
     with pytest.raises(ConfigurationError, match=r"every_n_steps=0"):
         ExportPretrained(every_n_steps=0)
     with pytest.raises(ConfigurationError, match=r"dtype='int8'"):

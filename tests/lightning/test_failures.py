@@ -109,10 +109,10 @@ class _Failing(Regressor):
     ("place", "devices"),
     [("training_step", 1), ("block forward", 2), ("block backward", 2), ("optimizer", 2)],
 )
-def test_error_in_user_code_and_training_again(tmp_path: Path, place: str, devices: int) -> None:
+def test_error_in_user_code_and_training_again(place: str, devices: int) -> None:
     def fit(module: LightningModule) -> None:
         strategy = RoundPipeStrategy(num_microbatches=NUM_MICROBATCHES, microbatching="step")
-        trainer = make_trainer(tmp_path, strategy=strategy, devices=devices, max_epochs=2)
+        trainer = make_trainer(strategy=strategy, devices=devices, max_epochs=2)
         trainer.fit(module, regression_data())
 
     torch.manual_seed(3)
@@ -137,7 +137,7 @@ def test_error_in_user_code_and_training_again(tmp_path: Path, place: str, devic
 
 
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
-def test_error_in_validation_and_training_again(tmp_path: Path) -> None:
+def test_error_in_validation_and_training_again() -> None:
     class Invalid(Regressor):
         fails = True
 
@@ -148,11 +148,9 @@ def test_error_in_validation_and_training_again(tmp_path: Path) -> None:
 
     module = Invalid()
     with pytest.raises(UserError, match="not valid"):
-        make_trainer(tmp_path, strategy="roundpipe").fit(
-            module, regression_data(), regression_data(8)
-        )
+        make_trainer(strategy="roundpipe").fit(module, regression_data(), regression_data(8))
     module.fails = False
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    trainer = make_trainer(strategy="roundpipe", max_epochs=1)
     trainer.fit(module, regression_data(), regression_data(8))
     assert trainer.global_step == 4
 
@@ -176,9 +174,9 @@ class _Forking(Regressor):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_child_that_is_forked_in_a_step_ends(tmp_path: Path) -> None:
+def test_a_child_that_is_forked_in_a_step_ends() -> None:
     strategy = RoundPipeStrategy(microbatching="step")
-    trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
+    trainer = make_trainer(strategy=strategy, max_epochs=1)
     trainer.fit(_Forking(), regression_data(16))
     assert _Forking.status == 7
 
@@ -211,9 +209,9 @@ class _Stopping(Regressor):
 
 @pytest.mark.filterwarnings("ignore:Block 'layers.1' runs on the whole batch")
 @pytest.mark.parametrize("place", ["block", "training_step", "optimizer", "validation_step"])
-def test_stop_iteration_is_an_error_with_its_place(tmp_path: Path, place: str) -> None:
+def test_stop_iteration_is_an_error_with_its_place(place: str) -> None:
     module = _Stopping(place)
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    trainer = make_trainer(strategy="roundpipe", max_epochs=1)
     run = trainer.validate if place == "validation_step" else trainer.fit
     with pytest.raises(RuntimeError, match="StopIteration was raised") as caught:
         run(module, regression_data(8))
@@ -246,7 +244,7 @@ def test_ctrl_c_in_a_step_and_training_again(tmp_path: Path) -> None:
             _thread.interrupt_main()
 
     module = Regressor(on_step=press)
-    trainer = make_trainer(tmp_path, strategy="roundpipe", devices=2, callbacks=[Save()])
+    trainer = make_trainer(strategy="roundpipe", devices=2, callbacks=[Save()])
     with pytest.raises(SystemExit):
         trainer.fit(module, regression_data())
     assert trainer.interrupted
@@ -254,13 +252,13 @@ def test_ctrl_c_in_a_step_and_training_again(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "interrupted.ckpt")["global_step"] == 1
     assert not [thread for thread in threading.enumerate() if "roundpipe" in thread.name]
 
-    again = make_trainer(tmp_path, strategy="roundpipe", devices=2)
+    again = make_trainer(strategy="roundpipe", devices=2)
     again.fit(module, regression_data())
     assert again.global_step == 12
 
 
 def test_step_without_progress_is_given_up_with_the_schedule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, given_up = WatchClock(monkeypatch), GivenUp(monkeypatch)
 
@@ -269,7 +267,7 @@ def test_step_without_progress_is_given_up_with_the_schedule(
         given_up.wait()
 
     strategy = RoundPipeStrategy(timeout_seconds=100, microbatching="step", dry_run=False)
-    trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
+    trainer = make_trainer(strategy=strategy, devices=2)
     with pytest.raises(WatchdogError, match="worker 0: ") as error:
         trainer.fit(Regressor(on_step=hang), regression_data())
     assert "timeout_seconds" in str(error.value)
@@ -279,9 +277,9 @@ def test_step_without_progress_is_given_up_with_the_schedule(
     assert re.search(r"worker \d: \d of \d+ done, runs X0\.0 for \d+\.\d s", str(error.value))
 
 
-def test_trainer_and_strategy_can_be_used_again_and_again(tmp_path: Path) -> None:
+def test_trainer_and_strategy_can_be_used_again_and_again() -> None:
     module = Regressor()
-    trainer = make_trainer(tmp_path, strategy="roundpipe", devices=2, max_epochs=1)
+    trainer = make_trainer(strategy="roundpipe", devices=2, max_epochs=1)
     data, other = regression_data(), regression_data(8)
     trainer.fit(module, data, other)
     first = trainer.validate(module, other)
@@ -298,11 +296,11 @@ def test_trainer_and_strategy_can_be_used_again_and_again(tmp_path: Path) -> Non
     assert trainer.strategy.peak_device_bytes is not None
 
 
-def test_two_trainers_in_turn_on_one_module(tmp_path: Path) -> None:
+def test_two_trainers_in_turn_on_one_module() -> None:
     runs: list[Callable[[], Trainer]] = [
-        lambda: make_trainer(tmp_path, strategy="roundpipe", devices=2, max_epochs=1),
-        lambda: make_trainer(tmp_path, max_epochs=1),
-        lambda: make_trainer(tmp_path, strategy="roundpipe", devices=3, max_epochs=1),
+        lambda: make_trainer(strategy="roundpipe", devices=2, max_epochs=1),
+        lambda: make_trainer(max_epochs=1),
+        lambda: make_trainer(strategy="roundpipe", devices=3, max_epochs=1),
     ]
     module = Regressor()
     for make in runs:
@@ -363,10 +361,10 @@ Way = Callable[[Trainer, Any], Any]
 @pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
-def test_a_block_that_raises(tmp_path: Path, way: str, kind: type[RoundPipeStrategy]) -> None:
+def test_a_block_that_raises(way: str, kind: type[RoundPipeStrategy]) -> None:
     module = _FailingEvaluation()
     module.fails_in = "block"
-    trainer = make_trainer(tmp_path, strategy=kind(), devices=2, max_epochs=1)
+    trainer = make_trainer(strategy=kind(), devices=2, max_epochs=1)
     with pytest.raises(UserError, match="not today") as error:
         WAYS[way](trainer, module)
     text = "".join(traceback.format_exception(error.value))
@@ -377,16 +375,16 @@ def test_a_block_that_raises(tmp_path: Path, way: str, kind: type[RoundPipeStrat
     assert " stage " in note
     assert " of an evaluation, worker " in note
     module.fails_in = "nothing"
-    again = make_trainer(tmp_path, strategy=kind(), devices=2, max_epochs=1)
+    again = make_trainer(strategy=kind(), devices=2, max_epochs=1)
     WAYS[way](again, module)
     assert again.state.finished
 
 
-def test_code_outside_the_blocks_that_raises(tmp_path: Path) -> None:
+def test_code_outside_the_blocks_that_raises() -> None:
     module = _FailingEvaluation()
     module.fails_in = "step"
     with pytest.raises(UserError, match="not today") as error:
-        _validate(make_trainer(tmp_path, strategy="roundpipe", devices=2), module)
+        _validate(make_trainer(strategy="roundpipe", devices=2), module)
     (note,) = getattr(error.value, "__notes__", [])
     assert "in code outside the blocks, " in note
 
@@ -410,14 +408,10 @@ class _FailsLater(_FailingEvaluation):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_copy_that_fails(tmp_path: Path, way: str) -> None:
+def test_a_copy_that_fails(way: str) -> None:
     devices = [_FailingDevice(index) for index in range(2)]
     trainer = make_trainer(
-        tmp_path,
-        strategy=EmulatedStrategy(devices=devices),
-        devices=2,
-        max_epochs=1,
-        num_sanity_val_steps=0,
+        strategy=EmulatedStrategy(devices=devices), devices=2, max_epochs=1, num_sanity_val_steps=0
     )
     with pytest.raises(RuntimeError, match="fell off the bus") as error:
         WAYS[way](trainer, _FailsLater(devices))

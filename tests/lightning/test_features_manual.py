@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,13 +232,11 @@ MODULES: dict[str, Any] = {
 }
 
 
-def _run(
-    folder: Path, kinds: Any, make: Any, *, tolerance: float = 0.0, **flags: Any
-) -> list[Outcome]:
+def _run(kinds: Any, make: Any, *, tolerance: float = 0.0, **flags: Any) -> list[Outcome]:
     def fit(trainer: Any, module: Any) -> None:
         trainer.fit(module, regression_data(24))
 
-    expected, *others = found = on_each(folder, make, fit, kinds=kinds, max_epochs=2, **flags)
+    expected, *others = found = on_each(make, fit, kinds=kinds, max_epochs=2, **flags)
     for outcome in others:
         assert_close(outcome.metrics, expected.metrics, tolerance=tolerance)
         wanted = dict(expected.module.state_dict())
@@ -262,12 +259,10 @@ def _run(
 )
 @pytest.mark.filterwarnings("ignore:No stack of blocks was found")
 @pytest.mark.filterwarnings("ignore:The memory of LBFGS's state is not in the plan")
-def test_the_same_as_on_one_device(
-    tmp_path: Path, name: str, precision: Any, tolerance: float
-) -> None:
+def test_the_same_as_on_one_device(name: str, precision: Any, tolerance: float) -> None:
     kinds = (RoundPipeStrategy, lambda: EmulatedStrategy(num_microbatches=1))
     make, flags = MODULES[name], {"tolerance": tolerance, "precision": precision}
-    expected, *others = _run(tmp_path, kinds, make, **flags)
+    expected, *others = _run(kinds, make, **flags)
     for outcome in others:
         strategy: Any = outcome.trainer.strategy
         assert strategy.num_microbatches == 1
@@ -275,9 +270,7 @@ def test_the_same_as_on_one_device(
             assert getattr(layer, "num_calls", 0) == getattr(other, "num_calls", 0)
 
 
-def test_blocks_are_on_the_device_only_while_they_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_on_the_device_only_while_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block's weights are brought once for its forward pass and once for its recompute."""
     moved: list[nn.Parameter] = []
     move = EmulatedDevice.bring
@@ -288,7 +281,7 @@ def test_blocks_are_on_the_device_only_while_they_run(
         return move(self, tensor, source)
 
     monkeypatch.setattr(EmulatedDevice, "bring", note)
-    _, outcome = _run(tmp_path, [EmulatedStrategy], Accumulating)
+    _, outcome = _run([EmulatedStrategy], Accumulating)
     module = outcome.module
     for layer in module.layers:
         for parameter in layer.parameters():
@@ -297,17 +290,17 @@ def test_blocks_are_on_the_device_only_while_they_run(
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 8])
-def test_several_microbatches_are_refused(tmp_path: Path, num_microbatches: int) -> None:
+def test_several_microbatches_are_refused(num_microbatches: int) -> None:
     strategy = RoundPipeStrategy(num_microbatches=num_microbatches, microbatching="step")
     with pytest.raises(
         ConfigurationError,
         match=rf"automatic_optimization=False and num_microbatches={num_microbatches}.*"
         r"RoundPipeStrategy\(num_microbatches=1\)",
     ):
-        make_trainer(tmp_path, strategy=strategy).fit(Accumulating(), regression_data())
+        make_trainer(strategy=strategy).fit(Accumulating(), regression_data())
 
 
-def test_validation_between_manual_steps_sees_what_they_have_trained(tmp_path: Path) -> None:
+def test_validation_between_manual_steps_sees_what_they_have_trained() -> None:
     class Validated(Accumulating):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", self.head(batch[0]).square().mean())
@@ -317,11 +310,11 @@ def test_validation_between_manual_steps_sees_what_they_have_trained(tmp_path: P
         return trainer.callback_metrics["val"]
 
     kinds = (RoundPipeStrategy, EmulatedStrategy)
-    found = on_each(tmp_path, Validated, fit, kinds=kinds, devices=1, max_epochs=2)
+    found = on_each(Validated, fit, kinds=kinds, devices=1, max_epochs=2)
     assert found[0].result == found[1].result == found[2].result
 
 
-def test_an_error_in_a_manual_step_leaves_a_module_that_trains_again(tmp_path: Path) -> None:
+def test_an_error_in_a_manual_step_leaves_a_module_that_trains_again() -> None:
     class Failing(Accumulating):
         fails = True
 
@@ -332,9 +325,9 @@ def test_an_error_in_a_manual_step_leaves_a_module_that_trains_again(tmp_path: P
 
     module = Failing()
     with pytest.raises(KeyError, match="mine"):
-        make_trainer(tmp_path, strategy=EmulatedStrategy()).fit(module, regression_data())
+        make_trainer(strategy=EmulatedStrategy()).fit(module, regression_data())
     module.fails = False
-    trainer = make_trainer(tmp_path, strategy=EmulatedStrategy(), max_epochs=1)
+    trainer = make_trainer(strategy=EmulatedStrategy(), max_epochs=1)
     trainer.fit(module, regression_data())
     assert trainer.global_step == 2
 
@@ -378,8 +371,8 @@ class Ways(Accumulating):
         return loss
 
 
-def test_parameters_are_the_hosts_own_wherever_they_are_reached(tmp_path: Path) -> None:
-    _, outcome = _run(tmp_path, [EmulatedStrategy], Ways)
+def test_parameters_are_the_hosts_own_wherever_they_are_reached() -> None:
+    _, outcome = _run([EmulatedStrategy], Ways)
     assert outcome.module.count == 6
 
 
@@ -408,8 +401,8 @@ class Translation(Manual):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_model_of_transformers_with_a_cache(tmp_path: Path) -> None:
+def test_a_model_of_transformers_with_a_cache() -> None:
     def fit(trainer: Any, module: Any) -> None:
         trainer.fit(module.train(), DataLoader(PaddedSequences(8), batch_size=4))
 
-    compare(tmp_path, Translation, fit, kinds=[EmulatedStrategy], devices=1, tolerance=0.0)
+    compare(Translation, fit, kinds=[EmulatedStrategy], devices=1, tolerance=0.0)

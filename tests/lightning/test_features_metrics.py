@@ -101,13 +101,13 @@ METRICS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _compare(folder: Path, make: Callable[[], Any], *, kinds: Any, tolerance: float) -> None:
+def _compare(make: Callable[[], Any], *, kinds: Any, tolerance: float) -> None:
     def values(trainer: Trainer, module: Any) -> Any:
         trainer.fit(module, regression_data(23), regression_data(9))
         (values,) = (c for c in trainer.callbacks if isinstance(c, _Values))  # type: ignore[attr-defined]
         return values.seen
 
-    found = on_each(folder, make, values, kinds=kinds, callbacks=lambda: [_Values()], max_epochs=2)
+    found = on_each(make, values, kinds=kinds, callbacks=lambda: [_Values()], max_epochs=2)
     for outcome in found[1:]:
         assert_close(outcome.result, found[0].result, tolerance=tolerance)
 
@@ -119,12 +119,12 @@ def _compare(folder: Path, make: Callable[[], Any], *, kinds: Any, tolerance: fl
     ("name", "call", "count"),
     [*((name, "forward", 3) for name in METRICS), ("sums", "forward", 1), ("sums", "update", 3)],
 )
-def test_values_per_step_and_per_epoch(tmp_path: Path, name: str, call: str, count: int) -> None:
+def test_values_per_step_and_per_epoch(name: str, call: str, count: int) -> None:
     """Metrics are the module's own, and follow their arguments to a device and back."""
     kinds: list[Any] = [lambda: EmulatedStrategy(num_microbatches=count)]
     if name == "sums":
         kinds.append(lambda: RoundPipeStrategy(num_microbatches=count))
-    _compare(tmp_path, lambda: _Measured(METRICS[name](), call), kinds=kinds, tolerance=2e-4)
+    _compare(lambda: _Measured(METRICS[name](), call), kinds=kinds, tolerance=2e-4)
 
 
 # Other uses --------------------------------------------------------------------------------------
@@ -152,18 +152,17 @@ USES: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", USES)
-def test_any_use_is_as_on_one_device(tmp_path: Path, name: str) -> None:
+def test_any_use_is_as_on_one_device(name: str) -> None:
     _compare(
-        tmp_path,
         lambda: _Step(USES[name]),
         kinds=[lambda: RoundPipeStrategy(num_microbatches=3)],
         tolerance=1e-5,
     )
 
 
-def test_steps_of_microbatches_use_no_metrics(tmp_path: Path) -> None:
+def test_steps_of_microbatches_use_no_metrics() -> None:
     strategy = RoundPipeStrategy(num_microbatches=3, microbatching="step")
-    trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
+    trainer = make_trainer(strategy=strategy, max_epochs=1)
     with pytest.raises(ConfigurationError, match=r"metric 'metric'.*microbatching='blocks'"):
         trainer.fit(_Step(USES["compute"]), regression_data())
 
@@ -171,33 +170,31 @@ def test_steps_of_microbatches_use_no_metrics(tmp_path: Path) -> None:
 # Metrics on the wrong device ---------------------------------------------------------------------
 
 
-def test_metric_without_values(tmp_path: Path) -> None:
+def test_metric_without_values() -> None:
     module = _Measured(MeanSquaredError().to("meta"), "update")
     with pytest.raises(ConfigurationError, match=r"'metric' is on the meta device.*host memory"):
-        make_trainer(tmp_path, strategy="roundpipe").fit(module, regression_data())
+        make_trainer(strategy="roundpipe").fit(module, regression_data())
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_metric_that_nobody_finds_on_a_device(tmp_path: Path, num_microbatches: int) -> None:
+def test_metric_that_nobody_finds_on_a_device(num_microbatches: int) -> None:
     module = _Step(lambda m, p, t: m.kept[0](p, t))
     strategy = EmulatedStrategy(num_microbatches=num_microbatches)
     with pytest.raises(ConfigurationError, match=r"met tensors of another device.*Leave"):
-        make_trainer(tmp_path, strategy=strategy).fit(module, regression_data())
+        make_trainer(strategy=strategy).fit(module, regression_data())
 
 
-def test_metric_that_nobody_finds_in_validation_on_a_device(tmp_path: Path) -> None:
+def test_metric_that_nobody_finds_in_validation_on_a_device() -> None:
     class Validating(_Step):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.kept[0](self(batch[0]), batch[1])
 
     module = Validating(lambda *_: None)
     with pytest.raises(ConfigurationError, match=r"another device.*Leave \.to\(device\)"):
-        make_trainer(tmp_path, strategy=EmulatedStrategy()).validate(module, regression_data())
+        make_trainer(strategy=EmulatedStrategy()).validate(module, regression_data())
 
 
-def _compare_overrides(
-    folder: Path, make: Callable[[], Regressor], *, steps: int, **flags: Any
-) -> set[str]:
+def _compare_overrides(make: Callable[[], Regressor], *, steps: int, **flags: Any) -> set[str]:
     """Compare all that loggers are given, too; return the names of what is logged."""
 
     def fit(trainer: Trainer, module: Regressor) -> Any:
@@ -206,7 +203,6 @@ def _compare_overrides(
         return trainer.logger.rows
 
     one, *others = compare(
-        folder,
         make,
         fit,
         kinds=(RoundPipeStrategy, EmulatedStrategy),
@@ -259,9 +255,8 @@ class _LogsInHooks(Regressor):
 
 @pytest.mark.suite("2")
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_what_hooks_log_reaches_loggers_at_every_step(tmp_path: Path, accumulate: int) -> None:
+def test_what_hooks_log_reaches_loggers_at_every_step(accumulate: int) -> None:
     names = _compare_overrides(
-        tmp_path,
         _LogsInHooks,
         steps=8 // accumulate,
         callbacks=lambda: [LearningRateMonitor(log_momentum=True)],
@@ -322,8 +317,8 @@ class _StepsItsScheduler(_LogsInHooks):
     "kind", [_StepsEveryOther, _KeepsGradients, _MovesBatches, _StepsItsScheduler]
 )
 @pytest.mark.filterwarnings("ignore:You have overridden")
-def test_what_a_module_overrides(tmp_path: Path, kind: type[Regressor]) -> None:
-    _compare_overrides(tmp_path, kind, steps=4)
+def test_what_a_module_overrides(kind: type[Regressor]) -> None:
+    _compare_overrides(kind, steps=4)
 
 
 # Checkpoints by a metric of the training ---------------------------------------------------------
@@ -346,7 +341,6 @@ def test_checkpoints_chosen_by_steps_and_read_by_name(tmp_path: Path) -> None:
 
     folders = (str(number) for number in range(3))
     one, *others = compare(
-        tmp_path,
         Regressor,
         run,
         kinds=(RoundPipeStrategy, in_background),

@@ -29,9 +29,9 @@ from tests.kit.training import WIDTH, Regressor, make_trainer, regression_data, 
 
 
 @pytest.mark.parametrize("strategy", ["roundpipe", RoundPipeStrategy(num_microbatches=2)])
-def test_module_and_trainer_know_each_other(tmp_path: Path, strategy: Any) -> None:
+def test_module_and_trainer_know_each_other(strategy: Any) -> None:
     module = Regressor()
-    trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
+    trainer = make_trainer(strategy=strategy, max_epochs=1)
     trainer.fit(module, regression_data(16))
     assert trainer.model is trainer.strategy.model is module
     assert trainer.lightning_module is trainer.strategy.lightning_module is module
@@ -42,7 +42,7 @@ def test_module_and_trainer_know_each_other(tmp_path: Path, strategy: Any) -> No
     assert module.device == torch.device("cpu")
 
 
-def test_layers_are_made_in_configure_model(tmp_path: Path) -> None:
+def test_layers_are_made_in_configure_model() -> None:
     class Late(Regressor):
         def __init__(self) -> None:
             super().__init__()
@@ -58,19 +58,19 @@ def test_layers_are_made_in_configure_model(tmp_path: Path) -> None:
         trainer.validate(module, regression_data(8), verbose=False)
         return int(module.made)
 
-    assert [outcome.result for outcome in compare(tmp_path, Late, run)] == [1, 1]
+    assert [outcome.result for outcome in compare(Late, run)] == [1, 1]
 
 
 # Ends --------------------------------------------------------------------------------------------
 
 
-def test_training_ends_when_it_is_told_to(tmp_path: Path) -> None:
+def test_training_ends_when_it_is_told_to() -> None:
     class Stop(Callback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             trainer.should_stop |= trainer.global_step == 5
 
     options: dict[str, Any] = {"callbacks": lambda: [Stop()], "max_epochs": 5, "min_steps": 2}
-    assert compare(tmp_path, Regressor, tolerance=1e-4, **options)[1].trainer.global_step == 5
+    assert compare(Regressor, tolerance=1e-4, **options)[1].trainer.global_step == 5
 
 
 def test_slurm_signals_save_and_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,14 +93,13 @@ def test_slurm_signals_save_and_requeue(tmp_path: Path, monkeypatch: pytest.Monk
     strategy = RoundPipeStrategy(num_microbatches=2, dry_run=False)
     plugin = SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)
     before = signal.getsignal(signal.SIGUSR1)
-    trainer = make_trainer(tmp_path, strategy=strategy, plugins=[plugin], max_epochs=1)
+    trainer = make_trainer(strategy=strategy, plugins=[plugin], max_epochs=1)
     trainer.fit(Signalled(), regression_data())
     assert signal.getsignal(signal.SIGUSR1) == before
     saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt")
     assert saved["global_step"] in (1, 2)
 
     again = make_trainer(
-        tmp_path,
         strategy=RoundPipeStrategy(num_microbatches=2),
         plugins=[SLURMEnvironment(auto_requeue=False)],
         max_epochs=1,
@@ -114,7 +113,7 @@ def test_slurm_signals_save_and_requeue(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_weights_alone_and_missing_ones(tmp_path: Path) -> None:
     module = Regressor()
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    trainer = make_trainer(strategy="roundpipe", max_epochs=1)
     trainer.fit(module, regression_data(16))
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     saved = torch.load(tmp_path / "weights.ckpt")
@@ -128,12 +127,12 @@ def test_weights_alone_and_missing_ones(tmp_path: Path) -> None:
 
     strict = More()
     for strategy in ("auto", "roundpipe"):
-        trainer = make_trainer(tmp_path, strategy=strategy)
+        trainer = make_trainer(strategy=strategy)
         with pytest.raises((RuntimeError, CheckpointError), match=r"(?s)[Mm]issing.*more\.weight"):
             trainer.validate(strict, regression_data(8), ckpt_path=tmp_path / "weights.ckpt")
     lenient = More()
     lenient.strict_loading = False
-    trainer = make_trainer(tmp_path, strategy="roundpipe")
+    trainer = make_trainer(strategy="roundpipe")
     trainer.validate(lenient, regression_data(8), ckpt_path=tmp_path / "weights.ckpt")
     assert torch.equal(lenient.head.weight, module.head.weight)
     loaded = Regressor.load_from_checkpoint(tmp_path / "weights.ckpt")
@@ -163,7 +162,7 @@ class _Modes(Regressor):
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
-def test_modes_of_evaluation(tmp_path: Path, inference_mode: bool) -> None:
+def test_modes_of_evaluation(inference_mode: bool) -> None:
     def run(trainer: Trainer, module: Any) -> Any:
         trainer.validate(module, regression_data(8), verbose=False)
         trainer.fit(module, regression_data(16), regression_data(8))
@@ -171,29 +170,29 @@ def test_modes_of_evaluation(tmp_path: Path, inference_mode: bool) -> None:
         trainer.fit_loop.max_epochs = 2
         trainer.fit(module, regression_data(16), regression_data(8))
 
-    one, _ = compare(tmp_path, _Modes, run, inference_mode=inference_mode)
+    one, _ = compare(_Modes, run, inference_mode=inference_mode)
     assert one.module.seen[0] == ("val", inference_mode, False, False)
 
 
-def test_a_profiler_counts_a_step_once(tmp_path: Path) -> None:
+def test_a_profiler_counts_a_step_once() -> None:
     def counts(trainer: Trainer, module: Any) -> int:
         fit(trainer, module)
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         name = f"[Strategy]{type(trainer.strategy).__name__}.training_step"
         return len(profiler.recorded_durations[name])
 
-    found = compare(tmp_path, Regressor, counts, profiler=SimpleProfiler)
+    found = compare(Regressor, counts, profiler=SimpleProfiler)
     assert [outcome.result for outcome in found] == [2, 2]
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-def test_anomalies_are_found_where_they_arise(tmp_path: Path) -> None:
+def test_anomalies_are_found_where_they_arise() -> None:
     class Bad(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return (self(batch[0]) * 0).sqrt().sum() * 0  # its gradient is no number
 
     for strategy in ("auto", "roundpipe"):
-        trainer = make_trainer(tmp_path, strategy=strategy, detect_anomaly=True, max_epochs=1)
+        trainer = make_trainer(strategy=strategy, detect_anomaly=True, max_epochs=1)
         with pytest.raises(RuntimeError, match=r"returned nan values in its 0th output"):
             trainer.fit(Bad(), regression_data(16))
         assert not torch.is_anomaly_enabled()
@@ -219,15 +218,13 @@ FLAGS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
 @pytest.mark.filterwarnings("ignore:Block 'layers.0' runs on the whole batch")  # profilers hook
-def test_flags_that_change_nothing(tmp_path: Path, name: str) -> None:
-    compare(tmp_path, Regressor, **FLAGS[name])
+def test_flags_that_change_nothing(name: str) -> None:
+    compare(Regressor, **FLAGS[name])
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_compiled_parts_are_trained(
-    tmp_path: Path, wrapped: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_compiled_parts_are_trained(wrapped: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A compiled wrapper keeps the module, which must not be mistaken for its view."""
 
     class Compiled(Regressor):
@@ -241,7 +238,7 @@ def test_compiled_parts_are_trained(
                     layer.compile(backend="eager")
 
     caplog.set_level("INFO", logger="lightning_utilities.core.rank_zero")
-    compare(tmp_path, Compiled)
+    compare(Compiled)
     assert "'layers.0' and others went through torch.compile" in caplog.text
     assert "without values" not in caplog.text  # the step was measured
 
@@ -273,14 +270,14 @@ class _Reader(Callback):
     on_train_batch_start = on_train_batch_end = on_validation_start = _read  # type: ignore[assignment]
 
 
-def test_callbacks_read_the_values_of_the_moment(tmp_path: Path) -> None:
+def test_callbacks_read_the_values_of_the_moment() -> None:
     def read(trainer: Trainer, module: Any) -> Any:
         reader = next(c for c in trainer.callbacks if isinstance(c, _Reader))  # type: ignore[attr-defined]
         trainer.fit(module, regression_data(24), regression_data(8))
         return reader.read
 
     kinds = (RoundPipeStrategy, EmulatedStrategy)
-    one, *others = compare(tmp_path, Regressor, read, kinds=kinds, callbacks=lambda: [_Reader()])
+    one, *others = compare(Regressor, read, kinds=kinds, callbacks=lambda: [_Reader()])
     for other in others:
         assert_close(other.result, one.result, tolerance=1e-4)
 
@@ -346,7 +343,7 @@ class Combined(Regressor):
         *((mode, 6, num) for mode in ("max_size_cycle", "max_size") for num in (2, "auto")),
     ],
 )
-def test_combined_loaders(tmp_path: Path, mode: Any, other: int, num_microbatches: Any) -> None:
+def test_combined_loaders(mode: Any, other: int, num_microbatches: Any) -> None:
     """Of the same batch size, or of another one."""
 
     def fit(trainer: Trainer, module: Any) -> None:
@@ -354,18 +351,18 @@ def test_combined_loaders(tmp_path: Path, mode: Any, other: int, num_microbatche
         validation = {"a": regression_data(8), "b": regression_data(8, batch_size=2)}
         trainer.fit(module, CombinedLoader(loaders, mode), CombinedLoader(validation, mode))
 
-    compare(tmp_path, Combined, fit, num_microbatches=num_microbatches, max_epochs=2)
+    compare(Combined, fit, num_microbatches=num_microbatches, max_epochs=2)
 
 
-def test_parts_that_cannot_be_divided_alike(tmp_path: Path) -> None:
+def test_parts_that_cannot_be_divided_alike() -> None:
     loaders = [regression_data(8), regression_data(5, batch_size=5)]
     strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
-    trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
+    trainer = make_trainer(strategy=strategy, devices=2)
     with pytest.raises(BatchError, match=r"first dimensions of \[5, 8\].*microbatching='blocks'"):
         trainer.fit(Combined(), CombinedLoader(loaders, "min_size"))
 
 
-def test_loaders_one_after_the_other(tmp_path: Path) -> None:
+def test_loaders_one_after_the_other() -> None:
     """Lightning has this mode for evaluation only."""
 
     def run(trainer: Trainer, module: Any) -> Any:
@@ -374,10 +371,10 @@ def test_loaders_one_after_the_other(tmp_path: Path) -> None:
             trainer.fit(module, CombinedLoader(loaders, "sequential"))
         trainer.fit(module, [regression_data(8)], CombinedLoader(loaders, "sequential"))
 
-    compare(tmp_path, Combined, run, num_microbatches=2)
+    compare(Combined, run, num_microbatches=2)
 
 
-def test_several_validation_loaders_and_predictions_in_order(tmp_path: Path) -> None:
+def test_several_validation_loaders_and_predictions_in_order() -> None:
     class Predicting(Combined):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step([batch], batch_idx)
@@ -395,7 +392,7 @@ def test_several_validation_loaders_and_predictions_in_order(tmp_path: Path) -> 
         return trainer.predict(module, [regression_data(9), regression_data(17, batch_size=3)])
 
     kinds = (RoundPipeStrategy, EmulatedStrategy)
-    one, *others = compare(tmp_path, Predicting, run, kinds=kinds, num_microbatches=2)
+    one, *others = compare(Predicting, run, kinds=kinds, num_microbatches=2)
     assert [[p["place"] for p in part] for part in one.result] == [
         [(0, 0), (0, 1)],
         [(1, index) for index in range(6)],
@@ -421,11 +418,11 @@ class Fetching(Regressor):
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
-def test_steps_that_fetch_their_own_batches(tmp_path: Path) -> None:
+def test_steps_that_fetch_their_own_batches() -> None:
     def fit(trainer: Trainer, module: Any) -> None:
         trainer.fit(module, regression_data(20))  # five batches
 
-    compare(tmp_path, Fetching, fit, num_microbatches=2, max_epochs=2)
+    compare(Fetching, fit, num_microbatches=2, max_epochs=2)
 
 
 class _Stream(IterableDataset[Any]):
@@ -436,11 +433,11 @@ class _Stream(IterableDataset[Any]):
         return (data[index] for index in range(len(data)))
 
 
-def test_data_without_a_length(tmp_path: Path) -> None:
+def test_data_without_a_length() -> None:
     def fit(trainer: Trainer, module: Any) -> None:
         trainer.fit(module, DataLoader(_Stream(), batch_size=8), regression_data(8))
 
-    compare(tmp_path, Regressor, fit, val_check_interval=2, max_steps=7, max_epochs=-1)
+    compare(Regressor, fit, val_check_interval=2, max_steps=7, max_epochs=-1)
 
 
 class _Module(LightningDataModule):
@@ -465,7 +462,7 @@ class _Module(LightningDataModule):
         return [part * 1.5 for part in batch]
 
 
-def test_loaders_that_are_made_anew(tmp_path: Path) -> None:
+def test_loaders_that_are_made_anew() -> None:
     def run(trainer: Trainer, module: Any) -> Any:
         data = _Module()
         trainer.fit(module, datamodule=data)
@@ -473,7 +470,7 @@ def test_loaders_that_are_made_anew(tmp_path: Path) -> None:
         return data.made, data.stages, data.trainer is trainer
 
     options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}
-    for outcome in compare(tmp_path, Regressor, run, num_microbatches=2, **options):
+    for outcome in compare(Regressor, run, num_microbatches=2, **options):
         assert outcome.result == (3, ["fit", "validate"], True)
 
 
@@ -507,11 +504,11 @@ def test_a_stateful_loader_goes_on_where_it_was(tmp_path: Path, num_workers: int
         torch.manual_seed(3)
         path = tmp_path / f"{len(runs)}.ckpt"
         whole = _Position(path, save_after=2)
-        trainer = make_trainer(tmp_path, strategy=make(), callbacks=[whole], max_epochs=1)
+        trainer = make_trainer(strategy=make(), callbacks=[whole], max_epochs=1)
         trainer.fit(Regressor(), loader())
         torch.manual_seed(4)
         rest = _Position(path, save_after=None)
-        trainer = make_trainer(tmp_path, strategy=make(), callbacks=[rest], max_epochs=1)
+        trainer = make_trainer(strategy=make(), callbacks=[rest], max_epochs=1)
         trainer.fit(Regressor(), loader(), ckpt_path=path)
         assert rest.samples == whole.samples[16:]
         runs.append(whole.samples)
@@ -551,7 +548,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("name", LIMITS)
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
-def test_limits(tmp_path: Path, name: str) -> None:
+def test_limits(name: str) -> None:
     class Counting(Regressor):
         def __init__(self) -> None:
             super().__init__()
@@ -573,5 +570,5 @@ def test_limits(tmp_path: Path, name: str) -> None:
         return len(trainer.predict(module, regression_data()) or ())
 
     options = {"max_epochs": 2, **LIMITS[name]}
-    for outcome in compare(tmp_path, Counting, run, num_microbatches=2, **options):
+    for outcome in compare(Counting, run, num_microbatches=2, **options):
         assert outcome.result == 3

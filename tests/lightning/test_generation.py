@@ -148,26 +148,26 @@ CASES = [
 )
 @pytest.mark.parametrize(("name", "adapters", "ways"), CASES)
 def test_tokens_are_those_of_plain_pytorch(
-    tmp_path: Path, name: str, adapters: str | None, ways: list[str]
+    name: str, adapters: str | None, ways: list[str]
 ) -> None:
     module = Generating(model_of(name, adapters=adapters), ways)
     with torch.inference_mode():
         expected = module.generate(next(iter(prompts())))
     assert len(expected[ways[0]][:, -NUM_TOKENS:].unique()) > 3, "a text that is worth comparing"
     for strategy, devices in strategies():
-        trainer = make_trainer(tmp_path, strategy=strategy, devices=devices)
+        trainer = make_trainer(strategy=strategy, devices=devices)
         found: Any = trainer.predict(module, prompts())
         for way in ways:
             assert torch.equal(found[0][way], expected[way]), (way, strategy, devices)
         assert strategy.plan.partition.num_blocks >= 2
 
 
-def test_generation_within_validation_and_test(tmp_path: Path) -> None:
+def test_generation_within_validation_and_test() -> None:
     module = Generating(model_of("qwen3"), ["greedy"])
     with torch.inference_mode():
         expected = module.generate(next(iter(prompts())))["greedy"]
     for strategy, devices in strategies()[1:]:
-        trainer = make_trainer(tmp_path, strategy=strategy, devices=devices)
+        trainer = make_trainer(strategy=strategy, devices=devices)
         for evaluate in (trainer.validate, trainer.test):
             module.seen.clear()
             metrics: Any = evaluate(module, prompts(), verbose=False)
@@ -223,7 +223,6 @@ def check(tmp_path: Path, make: Callable[[], Any], config: Any, **options: Any) 
         assert set(states) == {p for p in module.parameters() if p.requires_grad}
 
     compare(
-        tmp_path,
         lambda: Tuned(adapted(make(), config).model, **options),
         fit,
         kinds=(RoundPipeStrategy, EmulatedStrategy),

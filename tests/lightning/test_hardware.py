@@ -37,9 +37,9 @@ def machine(**changes: int) -> HardwareSpec:
     return replace(load_hardware("rtx4090x2"), **changes)  # type: ignore[arg-type]
 
 
-def fit(folder: Path, *, batch_size: int = 8, count: int = 4, **settings: object) -> Trainer:
+def fit(*, batch_size: int = 8, count: int = 4, **settings: object) -> Trainer:
     strategy = RoundPipeStrategy(num_microbatches=count, **settings)  # type: ignore[arg-type]
-    trainer = make_trainer(folder, strategy=strategy, devices=2, max_steps=1, max_epochs=-1)
+    trainer = make_trainer(strategy=strategy, devices=2, max_steps=1, max_epochs=-1)
     trainer.fit(Regressor("adamw"), regression_data(64, batch_size=batch_size))
     return trainer
 
@@ -51,21 +51,21 @@ def plan_of(trainer: Trainer) -> Plan:
 
 
 @pytest.mark.usefixtures("steps_of_microbatches")
-def test_the_plan_is_for_the_machine_that_is_named(tmp_path: Path) -> None:
-    roomy = plan_of(fit(tmp_path, hardware="rtx4090x2"))
+def test_the_plan_is_for_the_machine_that_is_named() -> None:
+    roomy = plan_of(fit(hardware="rtx4090x2"))
     tight = machine(device_bytes=7 * BLOCK_BYTES, reserved_bytes=1)
-    small = plan_of(fit(tmp_path, hardware=tight))
+    small = plan_of(fit(hardware=tight))
     assert max(small.partition.backward) < max(roomy.partition.backward)
 
 
-def test_weights_come_ahead_and_stay_where_there_is_room(tmp_path: Path) -> None:
-    full = plan_of(fit(tmp_path, hardware="rtx4090x2", recompute="full"))
+def test_weights_come_ahead_and_stay_where_there_is_room() -> None:
+    full = plan_of(fit(hardware="rtx4090x2", recompute="full"))
     assert full.weight_slots == 2
     assert any(full.resident)
     hints = {"weight_slots": 1, "resident": 0}
-    hinted = plan_of(fit(tmp_path, hardware="rtx4090x2", recompute="full", hints=hints))
+    hinted = plan_of(fit(hardware="rtx4090x2", recompute="full", hints=hints))
     assert (hinted.weight_slots, hinted.resident) == (1, ())
-    blind = plan_of(fit(tmp_path, hardware="rtx4090x2", recompute="full", dry_run=False))
+    blind = plan_of(fit(hardware="rtx4090x2", recompute="full", dry_run=False))
     assert (blind.weight_slots, blind.resident) == (2, ())
 
 
@@ -100,59 +100,59 @@ def test_a_plan_may_take_what_nobody_uses(
     assert found == pytest.approx(0.96 * there * GIB)
 
 
-def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated() -> None:
     small = machine(device_bytes=2 * BLOCK_BYTES, reserved_bytes=1)
     with mock.patch.object(runtime, "Engine") as engine:
         lack = r"GiB of device memory are missing.*Not even a stage of layers\.\d alone fits\."
         with pytest.raises(FitError, match=lack):
-            fit(tmp_path, hardware=small)
+            fit(hardware=small)
         with pytest.raises(FitError, match=r"optimizer state does not fit .*GiB of host memory"):
-            fit(tmp_path, hardware=machine(host_bytes=BLOCK_BYTES))
+            fit(hardware=machine(host_bytes=BLOCK_BYTES))
     engine.assert_not_called()
 
 
-def test_optimizer_state_counts(tmp_path: Path) -> None:
+def test_optimizer_state_counts() -> None:
     """Weights, gradients and AdamW's two moments: four times the parameters."""
     size = sum(p.nbytes for p in Regressor().parameters())
     with pytest.raises(FitError, match="optimizer state"):
-        fit(tmp_path, hardware=machine(host_bytes=round(3.9 * size)))
-    fit(tmp_path, hardware=machine(host_bytes=round(4.5 * size)))
+        fit(hardware=machine(host_bytes=round(3.9 * size)))
+    fit(hardware=machine(host_bytes=round(4.5 * size)))
 
 
-def test_an_evaluation_needs_no_gradients(tmp_path: Path) -> None:
+def test_an_evaluation_needs_no_gradients() -> None:
     size = sum(p.nbytes for p in Regressor().parameters())
     strategy = RoundPipeStrategy(hardware=machine(host_bytes=round(1.5 * size)))
-    trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
+    trainer = make_trainer(strategy=strategy, devices=2)
     trainer.validate(Regressor(), regression_data(), verbose=False)
     strategy = RoundPipeStrategy(hardware=machine(host_bytes=size // 2))
-    trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
+    trainer = make_trainer(strategy=strategy, devices=2)
     with pytest.raises(FitError, match="The model does not fit rtx4090x2"):
         trainer.validate(Regressor(), regression_data(), verbose=False)
 
 
-def test_activations_are_known_with_the_first_batch(tmp_path: Path) -> None:
+def test_activations_are_known_with_the_first_batch() -> None:
     """The parameters fit, the step does not: refused in time, with what makes it fit."""
     small = machine(device_bytes=9 * BLOCK_BYTES, reserved_bytes=1)
     with mock.patch.object(runtime, "Engine") as engine:
         with pytest.raises(FitError, match=r"The training step does not fit rtx4090x2") as refused:
-            fit(tmp_path, hardware=small, batch_size=64, count=2)
+            fit(hardware=small, batch_size=64, count=2)
         engine.assert_not_called()
     text = str(refused.value)
     assert "activations" in text
     count = int(text.partition("set num_microbatches=")[2].split()[0])
-    fit(tmp_path, hardware=small, batch_size=64, count=count)
+    fit(hardware=small, batch_size=64, count=count)
 
 
 @pytest.mark.parametrize(("given", "other"), [("auto", None), (None, "auto")])
 def test_the_other_uploads_are_offered_where_they_fit(
-    tmp_path: Path, given: str | None, other: str | None, monkeypatch: pytest.MonkeyPatch
+    given: str | None, other: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RoundPipeStrategy, "_computes_on_host", False)
 
     def train(upload_dtype: str | None, **memory: int) -> None:
         strategy = RoundPipeStrategy(hardware=machine(**memory), upload_dtype=upload_dtype)
         flags: Any = {"strategy": strategy, "devices": 2, "precision": "bf16-mixed"}
-        make_trainer(tmp_path, **flags).fit(Regressor("adamw"), regression_data())
+        make_trainer(**flags).fit(Regressor("adamw"), regression_data())
 
     size = sum(p.nbytes for p in Regressor().parameters())
     memory = {"host_bytes": round(4.2 * size)}
@@ -163,39 +163,37 @@ def test_the_other_uploads_are_offered_where_they_fit(
     train(other, **memory)
 
 
-def test_a_saved_plan_is_checked_too(tmp_path: Path) -> None:
-    plan = plan_of(fit(tmp_path))
+def test_a_saved_plan_is_checked_too() -> None:
+    plan = plan_of(fit())
     small = machine(device_bytes=2 * BLOCK_BYTES, reserved_bytes=1)
     with pytest.raises(FitError, match="given plan does not fit rtx4090x2"):
-        fit(tmp_path, plan=plan, hardware=small)
+        fit(plan=plan, hardware=small)
 
 
-def test_a_machine_has_as_many_devices_as_the_trainer(tmp_path: Path) -> None:
+def test_a_machine_has_as_many_devices_as_the_trainer() -> None:
     with pytest.raises(ConfigurationError, match=r"rtx4090x4 has 4 devices, .* devices are 2"):
-        fit(tmp_path, hardware="rtx4090x4")
-    trainer = fit(tmp_path, hardware="rtx4090x2", workers_per_device=2)
+        fit(hardware="rtx4090x4")
+    trainer = fit(hardware="rtx4090x2", workers_per_device=2)
     assert plan_of(trainer).num_workers == 4
 
 
 def test_host_memory_of_cpu_workers_is_that_of_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machines, "host_bytes", lambda: BLOCK_BYTES)
     with pytest.raises(FitError, match=r"does not fit cpu: .*GiB of host memory") as refused:
-        fit(tmp_path)
+        fit()
     assert "use a machine with 16 GiB of host memory" in str(refused.value)
 
 
-def test_nothing_is_refused_where_host_memory_is_not_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_refused_where_host_memory_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "host_bytes", lambda: None)
-    assert plan_of(fit(tmp_path)).num_workers == 2
+    assert plan_of(fit()).num_workers == 2
 
 
-def test_cpu_workers_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_workers_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "probe_hardware", mock.Mock(side_effect=AssertionError))
-    fit(tmp_path)
+    fit()
 
 
 ROOM = 60_000
@@ -278,9 +276,9 @@ def test_a_plan_of_the_users_own_has_a_longest_length_too(tmp_path: Path) -> Non
     assert longest_in(refused(tmp_path, [longest + 1], plan=plan)) == longest
 
 
-def test_nothing_is_said_where_no_length_is_known_to_help(tmp_path: Path) -> None:
+def test_nothing_is_said_where_no_length_is_known_to_help() -> None:
     strategy = RoundPipeStrategy(hardware=machine_with(8_000), num_microbatches=2)
-    trainer = make_trainer(tmp_path, strategy=strategy, devices=2, max_epochs=1)
+    trainer = make_trainer(strategy=strategy, devices=2, max_epochs=1)
     with pytest.raises(FitError, match="The training step does not fit") as error:
         trainer.fit(Regressor(), regression_data(1024, batch_size=1024))
     assert "Sequences" not in str(error.value)
@@ -303,7 +301,6 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 @pytest.mark.parametrize("accelerator", ["gpu", "cuda", "auto"])
 @pytest.mark.parametrize("workers_per_device", [1, 2])
 def test_one_process_with_a_worker_per_gpu(
-    tmp_path: Path,
     two_gpus: list[torch.device],
     monkeypatch: pytest.MonkeyPatch,
     accelerator: str,
@@ -312,7 +309,6 @@ def test_one_process_with_a_worker_per_gpu(
     connector = "lightning.pytorch.trainer.connectors.accelerator_connector"
     monkeypatch.setattr(f"{connector}._select_auto_accelerator", lambda: "cuda")
     trainer = make_trainer(
-        tmp_path,
         strategy=RoundPipeStrategy(workers_per_device=workers_per_device),
         accelerator=accelerator,
         devices=2,
@@ -332,19 +328,19 @@ def test_one_process_with_a_worker_per_gpu(
     assert plugin.compute_device_type == "cuda"
 
 
-def test_gpus_can_be_compared_with_cpu_workers(tmp_path: Path, two_gpus: object) -> None:
+def test_gpus_can_be_compared_with_cpu_workers(two_gpus: object) -> None:
     """As tests/gpu does: that they are not used is a warning, and warnings are errors."""
     del two_gpus
-    assert isinstance(make_trainer(tmp_path).accelerator, CPUAccelerator)
+    assert isinstance(make_trainer().accelerator, CPUAccelerator)
 
 
 @pytest.mark.parametrize(("devices", "workers"), [(3, 3), ("2", 2), ("auto", 1)])
 @pytest.mark.parametrize("per_device", [1, 2])
 def test_cpu_has_as_many_workers_as_devices_are_asked_for(
-    tmp_path: Path, devices: Any, workers: int, per_device: int
+    devices: Any, workers: int, per_device: int
 ) -> None:
     strategy = RoundPipeStrategy(workers_per_device=per_device)
-    trainer = make_trainer(tmp_path, strategy=strategy, accelerator="cpu", devices=devices)
+    trainer = make_trainer(strategy=strategy, accelerator="cpu", devices=devices)
     assert strategy.num_workers == workers * per_device
     assert trainer.world_size == trainer.num_nodes == 1
     assert strategy.root_device == torch.device("cpu")
@@ -353,12 +349,12 @@ def test_cpu_has_as_many_workers_as_devices_are_asked_for(
 
 
 def test_figures_of_the_host_are_those_of_the_workers(
-    tmp_path: Path, two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
+    two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeviceStatsMonitor asks for those of the root device, which is the host here."""
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"used": 10 + device.index})
     strategy = RoundPipeStrategy(workers_per_device=2)
-    trainer = make_trainer(tmp_path, strategy=strategy, accelerator="gpu", devices=2)
+    trainer = make_trainer(strategy=strategy, accelerator="gpu", devices=2)
     accelerator = trainer.accelerator
     assert isinstance(accelerator, CUDAAccelerator)
     figures = accelerator.get_device_stats(strategy.root_device)
@@ -372,8 +368,8 @@ def test_figures_of_the_host_are_those_of_the_workers(
     assert [name.rpartition("/")[2] for name in logged] == list(figures)
 
 
-def test_figures_on_cpu_workers_are_lightnings_own(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, strategy="roundpipe")
+def test_figures_on_cpu_workers_are_lightnings_own() -> None:
+    trainer = make_trainer(strategy="roundpipe")
     assert type(trainer.accelerator) is CPUAccelerator
 
 
@@ -387,10 +383,10 @@ PLUGINS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_plugins_of_other_strategies(tmp_path: Path, name: str) -> None:
+def test_plugins_of_other_strategies(name: str) -> None:
     make, message = PLUGINS[name]
     with pytest.raises(ConfigurationError, match=message):
-        make_trainer(tmp_path, strategy="roundpipe", plugins=[make()])
+        make_trainer(strategy="roundpipe", plugins=[make()])
 
 
 LAUNCHERS: dict[str, dict[str, str]] = {
@@ -416,10 +412,8 @@ LAUNCHERS: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_several_processes_of_a_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
-) -> None:
+def test_several_processes_of_a_launcher(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
     for name, value in LAUNCHERS[launcher].items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=r"4 processes were launched.*without torchrun"):
-        make_trainer(tmp_path, strategy="roundpipe")
+        make_trainer(strategy="roundpipe")

@@ -91,11 +91,11 @@ class _Gradients(Regressor):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_gradients_in_hooks(tmp_path: Path, accumulate: int) -> None:
+def test_gradients_in_hooks(accumulate: int) -> None:
     strategies = ["auto", RoundPipeStrategy(num_microbatches=4)]
     with pytest.warns(UserWarning, match=r"got 0\.5 times the loss of training_step"):
         (one, _), (many, _) = train_with(
-            tmp_path, strategies, _Gradients, accumulate_grad_batches=accumulate, max_epochs=2
+            strategies, _Gradients, accumulate_grad_batches=accumulate, max_epochs=2
         )
     assert [where for where, _ in many.seen] == [where for where, _ in one.seen]
     for (where, expected), (_, value) in zip(one.seen, many.seen, strict=True):
@@ -121,10 +121,9 @@ class _LooksIn(Regressor):
     "hook", ["on_train_batch_end", "on_train_batch_start", "on_validation_start"]
 )
 def test_gradients_between_the_batches_of_a_window(
-    tmp_path: Path, hook: str, kind: type[RoundPipeStrategy]
+    hook: str, kind: type[RoundPipeStrategy]
 ) -> None:
     (one, _), (many, _) = train_with(
-        tmp_path,
         ["auto", kind(num_microbatches=2, microbatching="step")],
         lambda: _LooksIn(hook),
         validation=regression_data(8),
@@ -136,7 +135,7 @@ def test_gradients_between_the_batches_of_a_window(
     torch.testing.assert_close(many.seen, one.seen)
 
 
-def test_parameters_without_a_gradient_keep_none(tmp_path: Path) -> None:
+def test_parameters_without_a_gradient_keep_none() -> None:
     class Partial(Regressor):
         def __init__(self) -> None:
             super().__init__()
@@ -148,18 +147,18 @@ def test_parameters_without_a_gradient_keep_none(tmp_path: Path) -> None:
             assert self.head.bias.grad is None
             assert self.head.weight.grad is not None
 
-    trainer = make_trainer(tmp_path, strategy="roundpipe", devices=2, max_epochs=1)
+    trainer = make_trainer(strategy="roundpipe", devices=2, max_epochs=1)
     trainer.fit(Partial(), regression_data())
     assert trainer.global_step == 4
 
 
-def test_evaluation_and_prediction_equal_one_device_to_the_bit(tmp_path: Path) -> None:
+def test_evaluation_and_prediction_equal_one_device_to_the_bit() -> None:
     torch.manual_seed(3)
     module = Regressor(dropout=0.5)
     data = regression_data(19)
     results = []
     for strategy, devices in (("auto", 1), (RoundPipeStrategy(), 3)):
-        trainer = make_trainer(tmp_path, strategy=strategy, devices=devices)
+        trainer = make_trainer(strategy=strategy, devices=devices)
         predictions = trainer.predict(module, data)
         assert predictions is not None
         results.append(
@@ -307,11 +306,11 @@ def test_all_hooks_in_order(tmp_path: Path, name: str) -> None:
     assert expected.count("Model.configure_optimizers") == 2
 
 
-def test_training_step_is_called_once_per_microbatch(tmp_path: Path) -> None:
+def test_training_step_is_called_once_per_microbatch() -> None:
     numbers: list[int] = []
     module = Regressor(on_step=lambda module, batch, batch_idx: numbers.append(batch_idx))
     strategy = RoundPipeStrategy(num_microbatches=4, microbatching="step", dry_run=False)
-    make_trainer(tmp_path, strategy=strategy, max_epochs=1).fit(module, regression_data(16))
+    make_trainer(strategy=strategy, max_epochs=1).fit(module, regression_data(16))
     assert sorted(numbers) == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
@@ -434,7 +433,6 @@ def test_parameters_metrics_and_learning_rates(tmp_path: Path, name: str) -> Non
         return [float(module.lr), float(module.batch_size)], noted.seen
 
     one, *others = compare(
-        tmp_path,
         Tunable,
         run,
         kinds=[RoundPipeStrategy, *([EmulatedStrategy] if name in ON_DEVICES else [])],
@@ -473,7 +471,6 @@ def test_loggers_find_the_checkpoints_that_were_chosen(tmp_path: Path) -> None:
 
     folders = (str(number) for number in range(2))
     one, other = compare(
-        tmp_path,
         Tunable,
         run,
         callbacks=lambda: [
@@ -503,16 +500,14 @@ class Writer(BasePredictionWriter):
         self.written.append([indices, list(predictions)])
 
 
-def test_predictions_are_written_whole_and_in_order(tmp_path: Path) -> None:
+def test_predictions_are_written_whole_and_in_order() -> None:
     def run(trainer: Trainer, module: Any) -> Any:
         trainer.predict(module, regression_data(19), return_predictions=False)
         (writer,) = (c for c in trainer.callbacks if isinstance(c, Writer))  # type: ignore[attr-defined]
         return writer.written
 
     kinds = (RoundPipeStrategy, EmulatedStrategy)
-    one, *others = compare(
-        tmp_path, Regressor, run, kinds=kinds, devices=3, callbacks=lambda: [Writer()]
-    )
+    one, *others = compare(Regressor, run, kinds=kinds, devices=3, callbacks=lambda: [Writer()])
     for other in others:
         assert_close(other.result, one.result, tolerance=0.0)
     rows = [list(range(8)), list(range(8, 16)), list(range(16, 19))]
@@ -521,7 +516,7 @@ def test_predictions_are_written_whole_and_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Block 'layers.1' runs on the whole batch")
 @pytest.mark.parametrize("where", ["head", "layers.1.inner"])
-def test_pruning(tmp_path: Path, where: str) -> None:
+def test_pruning(where: str) -> None:
     """Pruning puts a mask before a parameter, which is another one then."""
 
     def run(trainer: Trainer, module: Any) -> float:
@@ -531,7 +526,7 @@ def test_pruning(tmp_path: Path, where: str) -> None:
         trainer.fit(module, regression_data())
         return float((module.get_submodule(where).weight == 0).float().mean())
 
-    assert compare(tmp_path, Regressor, run, max_epochs=2)[1].result > 0.4
+    assert compare(Regressor, run, max_epochs=2)[1].result > 0.4
 
 
 def test_spikes_are_found(tmp_path: Path) -> None:
@@ -547,7 +542,6 @@ def test_spikes_are_found(tmp_path: Path) -> None:
 
     logging.getLogger("lightning").setLevel("ERROR")
     found = on_each(
-        tmp_path,
         Spiking,
         run,
         callbacks=lambda: [SpikeDetection(window=2, warmup=1, exclude_batches_path=tmp_path / "x")],

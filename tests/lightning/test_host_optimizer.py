@@ -34,11 +34,10 @@ class _Small(Regressor):
         return {"optimizer": optimizer, "lr_scheduler": StepLR(optimizer, 1, gamma=0.5)}
 
 
-def _train(folder: Path, make: Any, *, max_epochs: int = 3, seed: int = 3, **given: Any) -> Any:
+def _train(make: Any, *, max_epochs: int = 3, seed: int = 3, **given: Any) -> Any:
     seed_everything(seed, verbose=False)
     module = _Small(make)
     trainer = make_trainer(
-        folder,
         strategy=RoundPipeStrategy(num_microbatches=2),
         devices=2,
         max_epochs=max_epochs,
@@ -56,11 +55,8 @@ def _fused(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.suite("disk")
 @pytest.mark.parametrize("offload", [None, "disk"])
 def test_trains_as_torch_fused_to_the_bit(offload: str | None, tmp_path: Path) -> None:
-    module, _ = _train(
-        tmp_path,
-        lambda p: optim.HostAdamW(p, lr=0.01, offload=offload, offload_dir=tmp_path),
-    )
-    reference, _ = _train(tmp_path, _fused)
+    module, _ = _train(lambda p: optim.HostAdamW(p, lr=0.01, offload=offload, offload_dir=tmp_path))
+    reference, _ = _train(_fused)
     assert same_bits(module, reference)
 
 
@@ -82,7 +78,7 @@ def test_a_disk_that_fills_up_in_the_middle_ends_the_training(
         return made[0]
 
     with pytest.raises(OffloadError, match=r"kept on disk.*No space left.*are free there"):
-        _train(tmp_path, make)
+        _train(make)
     states = made[0].state_dict()["state"].values()
     assert all(state["exp_avg_sq"].isfinite().all() for state in states)  # can still be saved
     assert any(state["step"] > 1 for state in states)
@@ -94,25 +90,25 @@ def test_resumes_to_the_bit(moments: str, tmp_path: Path) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return optim.HostAdamW(parameters, lr=0.01, moments=moments)
 
-    whole, _ = _train(tmp_path, make)
-    _, half = _train(tmp_path, make, max_epochs=1)
+    whole, _ = _train(make)
+    _, half = _train(make, max_epochs=1)
     half.save_checkpoint(tmp_path / "half.ckpt")
-    resumed, _ = _train(tmp_path, make, seed=99, ckpt_path=str(tmp_path / "half.ckpt"))
+    resumed, _ = _train(make, seed=99, ckpt_path=str(tmp_path / "half.ckpt"))
     assert same_bits(resumed, whole)
 
 
 def test_a_checkpoint_goes_on_with_torch_fused(tmp_path: Path) -> None:
-    whole, _ = _train(tmp_path, _fused)
-    _, half = _train(tmp_path, lambda p: optim.HostAdamW(p, lr=0.01), max_epochs=1)
+    whole, _ = _train(_fused)
+    _, half = _train(lambda p: optim.HostAdamW(p, lr=0.01), max_epochs=1)
     half.save_checkpoint(tmp_path / "half.ckpt")
-    resumed, _ = _train(tmp_path, _fused, seed=99, ckpt_path=str(tmp_path / "half.ckpt"))
+    resumed, _ = _train(_fused, seed=99, ckpt_path=str(tmp_path / "half.ckpt"))
     assert same_bits(resumed, whole)
 
 
-def _on_one_device(folder: Path, make: Any, **given: Any) -> Any:
+def _on_one_device(make: Any, **given: Any) -> Any:
     seed_everything(99, verbose=False)
     module = _Small(make)
-    trainer = make_trainer(folder, devices=1, max_epochs=2)
+    trainer = make_trainer(devices=1, max_epochs=2)
     trainer.fit(module, regression_data(), **given)
     return module, trainer
 
@@ -128,17 +124,17 @@ def test_checkpoints_go_to_lightnings_one_device_and_back(
             parameters, lr=0.01, moments=moments, offload=offload, offload_dir=tmp_path
         )
 
-    _, half = _train(tmp_path, make, max_epochs=1)
+    _, half = _train(make, max_epochs=1)
     half.save_checkpoint(tmp_path / "half.ckpt")
     saved = torch.load(tmp_path / "half.ckpt", weights_only=True)["optimizer_states"][0]
     wide = {"exp_avg", "exp_avg_sq", "step"}
     assert all(wide <= state.keys() for state in saved["state"].values())
-    reference = _on_one_device(tmp_path, _fused, ckpt_path=str(tmp_path / "half.ckpt"))[1]
+    reference = _on_one_device(_fused, ckpt_path=str(tmp_path / "half.ckpt"))[1]
     assert reference.current_epoch == 2
     steps = {int(s["step"]) for s in reference.optimizers[0].state_dict()["state"].values()}
     assert steps == {2 + 4}  # one epoch of windows of two batches, one of single batches
     reference.save_checkpoint(tmp_path / "whole.ckpt")
-    module, trainer = _train(tmp_path, make, ckpt_path=str(tmp_path / "whole.ckpt"))
+    module, trainer = _train(make, ckpt_path=str(tmp_path / "whole.ckpt"))
     assert trainer.current_epoch == 3
     assert all(p.isfinite().all() for p in module.parameters())
 
@@ -156,8 +152,8 @@ def test_the_plan_counts_the_state(moments: str, expected: float, tmp_path: Path
     assert (storage.optimizer_bytes, storage.disk_bytes) == (0, expected)
 
 
-def test_its_threads_end_with_the_training(tmp_path: Path) -> None:
-    _, trainer = _train(tmp_path, lambda p: optim.HostAdamW(p, lr=0.01), max_epochs=1)
+def test_its_threads_end_with_the_training() -> None:
+    _, trainer = _train(lambda p: optim.HostAdamW(p, lr=0.01), max_epochs=1)
     assert trainer.optimizers  # still there, with its state
     assert not [t for t in threading.enumerate() if t.name.startswith("roundpipe-optimizer")]
 
@@ -178,7 +174,6 @@ class _SmallSteps(Regressor):
 
 
 def _train_rounded(
-    folder: Path,
     *,
     rounds: bool = True,
     seed: int = 3,
@@ -193,7 +188,7 @@ def _train_rounded(
         num_microbatches=2 if module.automatic_optimization else 1, stochastic_rounding=rounds
     )
     options = {"devices": 2, "precision": "bf16-true", "max_epochs": 4, **flags}
-    trainer = make_trainer(folder, strategy=strategy, **options)
+    trainer = make_trainer(strategy=strategy, **options)
     trainer.fit(module, regression_data(), ckpt_path=ckpt_path)
     return module, trainer
 
@@ -203,13 +198,13 @@ def _start() -> Regressor:
     return _SmallSteps().to(torch.bfloat16)
 
 
-def test_moves_by_the_right_amount_on_average(tmp_path: Path) -> None:
-    stuck, _ = _train_rounded(tmp_path, rounds=False)
-    module, trainer = _train_rounded(tmp_path)
+def test_moves_by_the_right_amount_on_average() -> None:
+    stuck, _ = _train_rounded(rounds=False)
+    module, trainer = _train_rounded()
     start, exact = _start(), _SmallSteps()
     exact.load_state_dict(start.state_dict())
     strategy = RoundPipeStrategy(num_microbatches=2)
-    reference = make_trainer(tmp_path, strategy=strategy, devices=2, max_epochs=4)
+    reference = make_trainer(strategy=strategy, devices=2, max_epochs=4)
     reference.fit(exact, regression_data())
 
     def moved(module: nn.Module) -> Tensor:
@@ -232,8 +227,8 @@ def test_moves_by_the_right_amount_on_average(tmp_path: Path) -> None:
     assert {value.dtype for value in state.values()} == {torch.float32}
 
 
-def test_same_seed_same_bits_other_seed_others(tmp_path: Path) -> None:
-    first, second, other = (_train_rounded(tmp_path, seed=s, max_epochs=1)[0] for s in (3, 3, 4))
+def test_same_seed_same_bits_other_seed_others() -> None:
+    first, second, other = (_train_rounded(seed=s, max_epochs=1)[0] for s in (3, 3, 4))
     assert same_bits(first, second)
     assert not same_bits(first, other)
 
@@ -241,27 +236,27 @@ def test_same_seed_same_bits_other_seed_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
 def test_resume_is_exact(tmp_path: Path, kind: Any) -> None:
     how = {"kind": kind}
-    whole, _ = _train_rounded(tmp_path, max_epochs=2, **how)
-    _, half = _train_rounded(tmp_path, max_epochs=1, **how)
+    whole, _ = _train_rounded(max_epochs=2, **how)
+    _, half = _train_rounded(max_epochs=1, **how)
     half.save_checkpoint(tmp_path / "half.ckpt")
     state = torch.load(tmp_path / "half.ckpt", weights_only=True)["RoundPipePrecision"]
     assert state == {"rounding_seed": 3, "num_steps": 4}
     path = tmp_path / "half.ckpt"
-    resumed, trainer = _train_rounded(tmp_path, seed=99, max_epochs=2, ckpt_path=path, **how)
+    resumed, trainer = _train_rounded(seed=99, max_epochs=2, ckpt_path=path, **how)
     assert trainer.global_step == 8
     assert same_bits(resumed, whole)
 
 
 def test_checkpoint_of_a_training_without_it_is_taken_over(tmp_path: Path) -> None:
-    _, plain = _train_rounded(tmp_path, rounds=False, max_epochs=1)
+    _, plain = _train_rounded(rounds=False, max_epochs=1)
     plain.save_checkpoint(tmp_path / "plain.ckpt")
-    module, trainer = _train_rounded(tmp_path, max_epochs=2, ckpt_path=tmp_path / "plain.ckpt")
+    module, trainer = _train_rounded(max_epochs=2, ckpt_path=tmp_path / "plain.ckpt")
     assert trainer.global_step == 8
     state = trainer.optimizers[0].state[module.head.weight]
     assert {value.dtype for value in state.values()} == {torch.float32}
 
 
-def test_manual_optimization(tmp_path: Path) -> None:
+def test_manual_optimization() -> None:
     class Manual(_SmallSteps):
         def __init__(self) -> None:
             super().__init__()
@@ -275,7 +270,7 @@ def test_manual_optimization(tmp_path: Path) -> None:
 
     runs = []
     for rounds in (False, True):
-        module, trainer = _train_rounded(tmp_path, rounds=rounds, make=Manual, max_epochs=1)
+        module, trainer = _train_rounded(rounds=rounds, make=Manual, max_epochs=1)
         assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
         runs.append((module, trainer.optimizers[0].state[module.head.weight]["exp_avg"].dtype))
     assert [dtype for _, dtype in runs] == [torch.bfloat16, torch.float32]
@@ -299,8 +294,8 @@ class _Hooks(_SmallSteps):
         self.seen.append(("before zero_grad", None if gradient is None else gradient.dtype))
 
 
-def test_hooks_see_bfloat16(tmp_path: Path) -> None:
-    module, _ = _train_rounded(tmp_path, make=_Hooks, max_steps=2, gradient_clip_val=0.1)
+def test_hooks_see_bfloat16() -> None:
+    module, _ = _train_rounded(make=_Hooks, max_steps=2, gradient_clip_val=0.1)
     assert module.seen == [
         ("before zero_grad", None),
         ("before step", torch.bfloat16),
@@ -317,47 +312,47 @@ def test_memory_of_it_is_counted() -> None:
     assert storage_of(optimizers, steps_in_float32=True).optimizer_bytes == 16.0
 
 
-def test_an_optimizer_that_rounds_by_itself_is_left_to_it(tmp_path: Path) -> None:
+def test_an_optimizer_that_rounds_by_itself_is_left_to_it() -> None:
     class Hosted(_SmallSteps):
         def configure_optimizers(self) -> Any:
             return HostAdamW(self.parameters(), lr=1e-5, seed=7)
 
     modules = []
     for rounds in (False, True):
-        module, trainer = _train_rounded(tmp_path, rounds=rounds, make=Hosted, max_epochs=1)
+        module, trainer = _train_rounded(rounds=rounds, make=Hosted, max_epochs=1)
         modules.append(module)
         optimizers = trainer.optimizers
         assert storage_of(optimizers, steps_in_float32=rounds) == storage_of(optimizers)
     assert same_bits(*modules)
 
 
-def test_another_precision_is_refused(tmp_path: Path) -> None:
+def test_another_precision_is_refused() -> None:
     strategy = RoundPipeStrategy(stochastic_rounding=True)
     with pytest.raises(
         ConfigurationError,
         match=r"stochastic_rounding=True with precision='16-true'.*precision='bf16-true'",
     ):
-        make_trainer(tmp_path, strategy=strategy, precision="16-true")
+        make_trainer(strategy=strategy, precision="16-true")
 
 
-def test_ways_to_ask_for_it(tmp_path: Path) -> None:
+def test_ways_to_ask_for_it() -> None:
     def rounds(trainer: Trainer) -> bool:
         plugin = trainer.precision_plugin
         assert isinstance(plugin, RoundPipePrecision)
         return plugin.stochastic_rounding
 
     plugin = RoundPipePrecision("bf16-true", stochastic_rounding=True)
-    assert rounds(make_trainer(tmp_path, strategy="roundpipe", plugins=[plugin]))
+    assert rounds(make_trainer(strategy="roundpipe", plugins=[plugin]))
     for given in (plugin, RoundPipePrecision("bf16-true")):
         strategy = RoundPipeStrategy(stochastic_rounding=True)
-        assert rounds(make_trainer(tmp_path, strategy=strategy, plugins=[given]))
-    assert not rounds(make_trainer(tmp_path, strategy="roundpipe", precision="bf16-true"))
+        assert rounds(make_trainer(strategy=strategy, plugins=[given]))
+    assert not rounds(make_trainer(strategy="roundpipe", precision="bf16-true"))
 
 
-def test_a_parameter_that_is_not_trained_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_parameter_that_is_not_trained_is_no_obstacle() -> None:
     class Mixed(_SmallSteps):
         def configure_model(self) -> None:
             self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
 
-    _, trainer = _train_rounded(tmp_path, make=Mixed, max_steps=1)
+    _, trainer = _train_rounded(make=Mixed, max_steps=1)
     assert trainer.global_step == 1

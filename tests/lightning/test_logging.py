@@ -124,7 +124,7 @@ def _numbers(file: str) -> dict[tuple[int, str], float]:
     return {(i, key): float(x) for i, row in enumerate(rows) for key, x in row.items() if x}
 
 
-def test_what_was_logged_is_known_inside_the_step(tmp_path: Path) -> None:
+def test_what_was_logged_is_known_inside_the_step() -> None:
     seen: list[float] = []
 
     def log(module: Any, batch: Any, batch_idx: int) -> None:
@@ -132,7 +132,7 @@ def test_what_was_logged_is_known_inside_the_step(tmp_path: Path) -> None:
         seen.append(float(module.trainer.callback_metrics["number"]))
 
     strategy = RoundPipeStrategy(num_microbatches=3, dry_run=False)
-    trainer = make_trainer(tmp_path, strategy=strategy, max_steps=2)
+    trainer = make_trainer(strategy=strategy, max_steps=2)
     trainer.fit(Regressor(on_step=log), regression_data())
     assert seen[:1] == [3.0]
     assert seen[-1] == 4.0
@@ -162,7 +162,7 @@ class _Measures(Regressor):
 
 @pytest.mark.parametrize("mode", ["blocks", "step"])
 def test_what_is_logged_comes_by_copies_beside_the_backward_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+    monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """`cpu()` would wait for all that the device computes, the backward pass too."""
     waits: list[int] = []
@@ -196,7 +196,6 @@ def test_what_is_logged_comes_by_copies_beside_the_backward_pass(
             runs.append(([], Counted()))
             seen, outputs = runs[-1]
             trainer = make_trainer(
-                tmp_path,
                 devices=2 if strategy is ours else 1,
                 max_epochs=2,
                 limit_train_batches=4,
@@ -214,7 +213,7 @@ def test_what_is_logged_comes_by_copies_beside_the_backward_pass(
             torch.testing.assert_close(known[key], value, rtol=1e-5, atol=1e-6)
 
 
-def test_a_function_of_the_loss_is_averaged_over_microbatches(tmp_path: Path) -> None:
+def test_a_function_of_the_loss_is_averaged_over_microbatches() -> None:
     """`loss.exp()` of the batch is not what is logged, but the mean of the microbatches' own."""
     seen: list[tuple[float, int]] = []
 
@@ -231,7 +230,7 @@ def test_a_function_of_the_loss_is_averaged_over_microbatches(tmp_path: Path) ->
             self.log("of_the_batch", outputs["loss"].exp())
 
     strategy = RoundPipeStrategy(num_microbatches=3, microbatching="step", dry_run=False)
-    trainer = make_trainer(tmp_path, strategy=strategy, max_steps=1)
+    trainer = make_trainer(strategy=strategy, max_steps=1)
     trainer.fit(Perplexed(), regression_data(8))
     assert len(seen) == 3
     losses, sizes = torch.tensor(seen, dtype=torch.float64).T
@@ -244,7 +243,7 @@ def test_a_function_of_the_loss_is_averaged_over_microbatches(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_batches_that_return_none_are_skipped(tmp_path: Path) -> None:
+def test_batches_that_return_none_are_skipped() -> None:
     class Skipping(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx % 2 else super().training_step(batch, batch_idx)
@@ -253,7 +252,7 @@ def test_batches_that_return_none_are_skipped(tmp_path: Path) -> None:
     for strategy in ("auto", RoundPipeStrategy()):
         torch.manual_seed(3)
         module = Skipping()
-        make_trainer(tmp_path, strategy=strategy, max_epochs=2).fit(module, regression_data())
+        make_trainer(strategy=strategy, max_epochs=2).fit(module, regression_data())
         runs.append([parameter.detach().clone() for parameter in module.parameters()])
     for parameter, expected in zip(runs[1], runs[0], strict=True):
         torch.testing.assert_close(parameter, expected)
@@ -266,29 +265,27 @@ def test_batches_that_return_none_are_skipped(tmp_path: Path) -> None:
         (1.0, "must return a Tensor, a dict, or None"),
     ],
 )
-def test_output_without_loss_is_lightnings_own_error(
-    tmp_path: Path, output: Any, message: str
-) -> None:
+def test_output_without_loss_is_lightnings_own_error(output: Any, message: str) -> None:
     class Forgetful(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return output
 
     for strategy in ("auto", RoundPipeStrategy()):
         with pytest.raises(MisconfigurationException, match=message):
-            make_trainer(tmp_path, strategy=strategy).fit(Forgetful(), regression_data())
+            make_trainer(strategy=strategy).fit(Forgetful(), regression_data())
 
 
-def test_wrong_arguments_of_log_are_lightnings_own_errors(tmp_path: Path) -> None:
+def test_wrong_arguments_of_log_are_lightnings_own_errors() -> None:
     def log_twice(module: Any, batch: Any, batch_idx: int) -> None:
         module.log("x", 1.0)
         module.log("x", 1.0, prog_bar=True)
 
     with pytest.raises(Exception, match="twice in `training_step` with different arguments"):
-        make_trainer(tmp_path, strategy=RoundPipeStrategy()).fit(
+        make_trainer(strategy=RoundPipeStrategy()).fit(
             Regressor(on_step=log_twice), regression_data()
         )
     with pytest.raises(Exception, match="reduce_fx"):
-        make_trainer(tmp_path, strategy=RoundPipeStrategy()).fit(
+        make_trainer(strategy=RoundPipeStrategy()).fit(
             Regressor(on_step=lambda m, *_: m.log("x", 1.0, reduce_fx="median")), regression_data()
         )
 
@@ -366,9 +363,7 @@ class _Keeps(Callback):
 
 
 @pytest.mark.parametrize("make", [_Takes, _TakesByHand])
-def test_what_a_step_takes_out_is_not_looked_at(
-    tmp_path: Path, make: Callable[[], Regressor]
-) -> None:
+def test_what_a_step_takes_out_is_not_looked_at(make: Callable[[], Regressor]) -> None:
     """Lightning warns of batches whose entries disagree about their size; here are none left."""
     runs = []
     count = 3 if make is _Takes else 1
@@ -376,7 +371,7 @@ def test_what_a_step_takes_out_is_not_looked_at(
     for strategy in strategies:
         torch.manual_seed(3)
         keeps = _Keeps()
-        trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1, callbacks=[keeps])
+        trainer = make_trainer(strategy=strategy, max_epochs=1, callbacks=[keeps])
         data: Any = regression_data(20).dataset
         trainer.fit(
             make(),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,7 +91,6 @@ def _sentences() -> DataLoader[dict[str, Tensor]]:
 
 
 def _trained(
-    folder: Path,
     strategy: RoundPipeStrategy,
     module: _LanguageModel | None = None,
     *,
@@ -100,9 +98,7 @@ def _trained(
     precision: Any = "32-true",
 ) -> tuple[_LanguageModel, dict[str, float]]:
     module = module or _LanguageModel()
-    trainer = make_trainer(
-        folder, strategy=strategy, devices=devices, max_epochs=1, precision=precision
-    )
+    trainer = make_trainer(strategy=strategy, devices=devices, max_epochs=1, precision=precision)
     trainer.fit(module, _sentences(), _sentences())
     return module, {key: float(value) for key, value in trainer.callback_metrics.items()}
 
@@ -115,17 +111,12 @@ def _distance(a: LightningModule, b: LightningModule) -> float:
 @pytest.mark.parametrize(
     ("kind", "name"), [(EmulatedStrategy, "gemma2"), (RoundPipeStrategy, "gpt2")]
 )
-def test_fused_losses_train_as_the_model_s_own(
-    tmp_path: Path, kind: type[RoundPipeStrategy], name: str
-) -> None:
+def test_fused_losses_train_as_the_model_s_own(kind: type[RoundPipeStrategy], name: str) -> None:
     own, metrics = _trained(
-        tmp_path,
-        RoundPipeStrategy(num_microbatches=1, loss="eager"),
-        _LanguageModel(name),
-        devices=1,
+        RoundPipeStrategy(num_microbatches=1, loss="eager"), _LanguageModel(name), devices=1
     )
     strategy = kind(num_microbatches=4, microbatching="step", loss="fused")
-    fused, fused_metrics = _trained(tmp_path, strategy, _LanguageModel(name))
+    fused, fused_metrics = _trained(strategy, _LanguageModel(name))
     report = strategy.fused_losses
     assert report is not None
     assert (
@@ -137,55 +128,55 @@ def test_fused_losses_train_as_the_model_s_own(
     assert fused_metrics == pytest.approx(metrics, rel=1e-5)
 
 
-def test_a_module_may_call_it(tmp_path: Path) -> None:
+def test_a_module_may_call_it() -> None:
     own = _trained(
-        tmp_path, RoundPipeStrategy(num_microbatches=1, loss="eager"), _LanguageModel(), devices=1
+        RoundPipeStrategy(num_microbatches=1, loss="eager"), _LanguageModel(), devices=1
     )[0]
     strategy = EmulatedStrategy(num_microbatches=4)
-    called = _trained(tmp_path, strategy, _CallsIt())[0]
+    called = _trained(strategy, _CallsIt())[0]
     assert _distance(called, own) < 1e-5
 
 
-def test_small_logits_are_left_alone_by_default(tmp_path: Path) -> None:
+def test_small_logits_are_left_alone_by_default() -> None:
     strategy = RoundPipeStrategy(num_microbatches=4)
-    auto, metrics = _trained(tmp_path, strategy)
-    own, own_metrics = _trained(tmp_path, RoundPipeStrategy(num_microbatches=4, loss="eager"))
+    auto, metrics = _trained(strategy)
+    own, own_metrics = _trained(RoundPipeStrategy(num_microbatches=4, loss="eager"))
     assert strategy.fused_losses is not None
     assert strategy.fused_losses.num_fused == 0
     assert _distance(auto, own) == 0
     assert metrics == own_metrics
 
 
-def test_mixed_precision(tmp_path: Path) -> None:
+def test_mixed_precision() -> None:
     runs = {}
     modes: list[LossMode] = ["eager", "fused"]
     for mode in modes:
         strategy = RoundPipeStrategy(num_microbatches=4, loss=mode)
-        runs[mode] = _trained(tmp_path, strategy, precision="bf16-mixed")
+        runs[mode] = _trained(strategy, precision="bf16-mixed")
     (own, metrics), (fused, fused_metrics) = runs["eager"], runs["fused"]
     assert _distance(fused, own) < 0.02
     assert fused_metrics == pytest.approx(metrics, rel=1e-2)
 
 
-def test_logits_that_are_returned_are_the_plain_ones(tmp_path: Path) -> None:
+def test_logits_that_are_returned_are_the_plain_ones() -> None:
     modules = []
     modes: list[LossMode] = ["eager", "fused"]
     for mode in modes:
         strategy = EmulatedStrategy(num_microbatches=2, loss=mode)
         module = _LanguageModel(returns_logits=True)
-        modules.append(_trained(tmp_path, strategy, module, devices=2)[0])
+        modules.append(_trained(strategy, module, devices=2)[0])
     own, fused = modules
     assert all(type(logits) is Tensor for logits in fused.returned)
     assert torch.equal(fused.returned[0], own.returned[0])
     assert _distance(fused, own) < 1e-5
 
 
-def test_predictions_are_the_plain_ones(tmp_path: Path) -> None:
+def test_predictions_are_the_plain_ones() -> None:
     outputs = []
     modes: list[LossMode] = ["eager", "fused"]
     for mode in modes:
         strategy = EmulatedStrategy(num_microbatches=4, loss=mode)
-        trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
+        trainer = make_trainer(strategy=strategy, devices=2)
         outputs.append(trainer.predict(_LanguageModel(), _sentences()))
     for own, fused in zip(*outputs, strict=True):
         assert type(fused.logits) is Tensor

@@ -113,15 +113,12 @@ def add(module: Counts) -> None:
     ],
 )
 def test_chosen_mode(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    count: Callable[[Counts], Any],
-    mode: str,
+    monkeypatch: pytest.MonkeyPatch, count: Callable[[Counts], Any], mode: str
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
     strategy = RoundPipeStrategy(num_microbatches=2)
-    trainer = make_trainer(tmp_path, strategy=strategy, devices=2, max_steps=2)
+    trainer = make_trainer(strategy=strategy, devices=2, max_steps=2)
     trainer.fit(Counts(count), regression_data())
     assert [text.split("'")[1] for text in said] == [mode], said
 
@@ -137,7 +134,7 @@ class CentredTokens(nn.Linear):
 @pytest.mark.parametrize("recompute", ["full", "none"])
 @pytest.mark.filterwarnings("ignore:Block .* runs on the whole batch")
 @pytest.mark.filterwarnings("ignore:The whole batch is one microbatch")
-def test_blocks_divided_along_tokens_prove_nothing_of_rows(tmp_path: Path, recompute: Any) -> None:
+def test_blocks_divided_along_tokens_prove_nothing_of_rows(recompute: Any) -> None:
     class OfTokens(Regressor):
         def __init__(self) -> None:
             super().__init__()
@@ -147,9 +144,7 @@ def test_blocks_divided_along_tokens_prove_nothing_of_rows(tmp_path: Path, recom
             return super().forward(x[:, None] * torch.arange(1, 4)[:, None]).mean(1)
 
     strategies = ["auto", RoundPipeStrategy(num_microbatches=2, recompute=recompute)]
-    (one, _), (module, _) = train_with(
-        tmp_path, strategies, OfTokens, regression_data(), max_steps=3
-    )
+    (one, _), (module, _) = train_with(strategies, OfTokens, regression_data(), max_steps=3)
     assert parameter_error(module, one) < 1e-5
 
 
@@ -184,11 +179,11 @@ class Marking(Taking):
 
 @pytest.mark.parametrize("kind", [Taking, Marking])
 def test_a_run_without_values_takes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Taking]
+    monkeypatch: pytest.MonkeyPatch, kind: type[Taking]
 ) -> None:
     monkeypatch.setenv(BATCH_IDX, "")
     module, first = kind(), next(NUMBERS) + 1 if kind is Taking else 0
-    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=2), max_steps=3)
+    trainer = make_trainer(strategy=RoundPipeStrategy(num_microbatches=2), max_steps=3)
     trainer.fit(module, regression_data())
     assert module.seen == [first, first + 1, first + 2]
 
@@ -199,16 +194,16 @@ class Counted(nn.Linear):
         return super().forward(x)
 
 
-def test_a_block_that_counts_in_its_file_is_told(tmp_path: Path) -> None:
+def test_a_block_that_counts_in_its_file_is_told() -> None:
     module = Regressor()
     module.layers = nn.ModuleList(Counted(WIDTH, WIDTH) for _ in range(4))
-    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=2), max_steps=2)
+    trainer = make_trainer(strategy=RoundPipeStrategy(num_microbatches=2), max_steps=2)
     with pytest.warns(UserWarning, match=r"'layers\.0' writes into a list, a dict or another"):
         trainer.fit(module, regression_data())
 
 
 @pytest.mark.parametrize("mode", ["auto", "blocks"])
-def test_a_run_without_values_leaves_what_files_hold(tmp_path: Path, mode: Any) -> None:
+def test_a_run_without_values_leaves_what_files_hold(mode: Any) -> None:
     class Drawing(Regressor):
         def on_fit_start(self) -> None:
             GENERATOR.seed(0)
@@ -223,21 +218,19 @@ def test_a_run_without_values_leaves_what_files_hold(tmp_path: Path, mode: Any) 
             self.drawn = GENERATOR.random(), noted.calls, Annealed.total
 
     strategies = ["auto", RoundPipeStrategy(num_microbatches=2, microbatching=mode)]
-    (one, _), (module, _) = train_with(
-        tmp_path, strategies, Drawing, regression_data(), max_steps=3
-    )
+    (one, _), (module, _) = train_with(strategies, Drawing, regression_data(), max_steps=3)
     assert module.drawn == one.drawn
     assert parameter_error(module, one) < 1e-5
 
 
-def test_stages_that_fuse_the_loss_take_the_whole_batch_and_say_so(tmp_path: Path) -> None:
+def test_stages_that_fuse_the_loss_take_the_whole_batch_and_say_so() -> None:
     data = regression_data()
     kinds = ["auto", RoundPipeStrategy(recompute="none")]
-    (one, _), (module, _) = train_with(tmp_path, kinds, Regressor, data, max_epochs=1)
+    (one, _), (module, _) = train_with(kinds, Regressor, data, max_epochs=1)
     assert parameter_error(module, one) < 1e-5  # "step" from the second batch on
     strategy = RoundPipeStrategy(recompute="none", microbatching="blocks")
     with pytest.warns(UserWarning, match="whole batch is one microbatch: recompute='none'"):
-        make_trainer(tmp_path, strategy=strategy, max_epochs=1).fit(Regressor(), data)
+        make_trainer(strategy=strategy, max_epochs=1).fit(Regressor(), data)
     assert strategy.plan is not None
     assert strategy.plan.num_microbatches == 1
 
@@ -282,11 +275,11 @@ ASKED: dict[str, tuple[Callable[[Regressor], None], str]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_blocks_that_do_not_run_on_pieces_say_what_to_do(tmp_path: Path, name: str) -> None:
+def test_blocks_that_do_not_run_on_pieces_say_what_to_do(name: str) -> None:
     change, message = ASKED[name]
     module = Regressor()
     change(module)
-    trainer = make_trainer(tmp_path, strategy="roundpipe", devices=2, max_steps=1)
+    trainer = make_trainer(strategy="roundpipe", devices=2, max_steps=1)
     refused = pytest.raises(CaptureError, match=message) if name == "a list" else nullcontext()
     warned = nullcontext() if name == "a list" else pytest.warns(WholeBatchWarning, match=message)
     with refused, warned:
@@ -338,7 +331,7 @@ CHANGES = {
 @pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_later_batch_that_is_not_as_proven(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, name: str
+    monkeypatch: pytest.MonkeyPatch, kind: Any, name: str
 ) -> None:
     """It is run again as a whole: no block was stepped with it before."""
     change, reason = CHANGES[name]
@@ -346,15 +339,13 @@ def test_a_later_batch_that_is_not_as_proven(
     said: list[str] = []
     monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
     strategies = ["auto", kind(num_microbatches=2)]
-    (one, _), (module, _) = train_with(
-        tmp_path, strategies, lambda: Changing(change), data, max_epochs=1
-    )
+    (one, _), (module, _) = train_with(strategies, lambda: Changing(change), data, max_epochs=1)
     assert ["'step'" in text for text in said] == [True, False], said
     assert f"'blocks' from this batch on: {reason}. Nothing was updated" in said[1]
     assert parameter_error(module, one) < 1e-5
     strategy = kind(num_microbatches=2, microbatching="step")
     with pytest.raises(ConfigurationError, match=f"{reason}.*Set microbatching='blocks'"):
-        make_trainer(tmp_path, strategy=strategy).fit(Changing(change), data)
+        make_trainer(strategy=strategy).fit(Changing(change), data)
 
 
 class Counting(Regressor):
@@ -391,10 +382,10 @@ class Counting(Regressor):
 @pytest.mark.parametrize(
     "into", ["a buffer", "a buffer, anew", "a block's buffers", "an attribute"]
 )
-def test_what_a_later_batch_writes_is_written_once(tmp_path: Path, kind: Any, into: str) -> None:
+def test_what_a_later_batch_writes_is_written_once(kind: Any, into: str) -> None:
     strategies = ["auto", kind(num_microbatches=2)]
     (one, _), (module, _) = train_with(
-        tmp_path, strategies, lambda: Counting(into), regression_data(), max_steps=4
+        strategies, lambda: Counting(into), regression_data(), max_steps=4
     )
     assert module.number == one.number
     for mine, others in zip(module.buffers(), one.buffers(), strict=True):
@@ -465,14 +456,12 @@ DECISIONS: dict[str, Callable[[Alternating, int], bool]] = {
 
 
 @pytest.mark.parametrize("by", DECISIONS)
-def test_a_later_batch_with_another_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
+def test_a_later_batch_with_another_loss(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     said: list[str] = []
     monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
     strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
     (one, _), (module, _) = train_with(
-        tmp_path, strategies, lambda: Alternating(DECISIONS[by]), regression_data(), max_epochs=1
+        strategies, lambda: Alternating(DECISIONS[by]), regression_data(), max_epochs=1
     )
     assert parameter_error(module, one) < 1e-5
     reasons = ["is proven", f"the step reads {by}, which has changed"]
@@ -507,13 +496,7 @@ class BySize(LanguageModel):
     ids=["length", "rows"],
 )
 def test_a_later_batch_of_another_size(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    sizes: tuple[int, int],
-    dim: int,
-    least: int,
-    reason: str,
+    monkeypatch: pytest.MonkeyPatch, *, sizes: tuple[int, int], dim: int, least: int, reason: str
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
@@ -524,9 +507,7 @@ def test_a_later_batch_of_another_size(
     ]
     data: Any = DataLoader(batches, batch_size=None)
     strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
-    (one, _), (module, _) = train_with(
-        tmp_path, strategies, lambda: BySize(dim, least), data, max_epochs=1
-    )
+    (one, _), (module, _) = train_with(strategies, lambda: BySize(dim, least), data, max_epochs=1)
     assert parameter_error(module, one) < 1e-5
     assert ["'step'" in text for text in said] == [True, False], said
     assert reason in said[1]
@@ -559,15 +540,15 @@ class PastAttributes(Regressor):
         lambda head: "late" in vars(head) and head.__dict__["late"],
     ],
 )
-def test_reads_past_attributes(tmp_path: Path, asks: Callable[[Any], Any], mode: Any) -> None:
+def test_reads_past_attributes(asks: Callable[[Any], Any], mode: Any) -> None:
     strategies = ["auto", RoundPipeStrategy(num_microbatches=2, microbatching=mode)]
     (one, _), (module, _) = train_with(
-        tmp_path, strategies, lambda: PastAttributes(asks), regression_data(), max_epochs=1
+        strategies, lambda: PastAttributes(asks), regression_data(), max_epochs=1
     )
     assert parameter_error(module, one) < 1e-5
 
 
-def test_what_a_step_keeps_past_attributes(tmp_path: Path) -> None:
+def test_what_a_step_keeps_past_attributes() -> None:
     class Keeping(Regressor):
         @cached_property
         def scale(self) -> Tensor:
@@ -589,26 +570,24 @@ def test_what_a_step_keeps_past_attributes(tmp_path: Path) -> None:
             self.drawn = torch.rand(())
 
     strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
-    (one, _), (module, _) = train_with(
-        tmp_path, strategies, Keeping, regression_data(), max_steps=3
-    )
+    (one, _), (module, _) = train_with(strategies, Keeping, regression_data(), max_steps=3)
     assert parameter_error(module, one) < 1e-5
     assert (module.steps, module.scale, module.drawn) == (3, one.scale, one.drawn)
     assert module.last == 4
     assert not hasattr(module, "before")
 
 
-def test_pinned_steps_say_what_they_write(tmp_path: Path) -> None:
+def test_pinned_steps_say_what_they_write() -> None:
     strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
-    trainer = make_trainer(tmp_path, strategy=strategy, max_steps=3)
+    trainer = make_trainer(strategy=strategy, max_steps=3)
     with pytest.warns(UserWarning, match=r"writes Counting\.number: .* Set microbatching='blocks'"):
         trainer.fit(Counting("an attribute"), regression_data())
     strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
-    trainer = make_trainer(tmp_path, strategy=strategy, max_steps=3)
+    trainer = make_trainer(strategy=strategy, max_steps=3)
     trainer.fit(Counting("a new flag"), regression_data())
 
 
-def test_a_mean_over_rows_is_weighed_by_rows(tmp_path: Path) -> None:
+def test_a_mean_over_rows_is_weighed_by_rows() -> None:
     """Whatever labels there are: in `auto` the proof says what the loss averages over."""
 
     class OfRows(LanguageModel):
@@ -621,13 +600,11 @@ def test_a_mean_over_rows_is_weighed_by_rows(tmp_path: Path) -> None:
 
     data = DataLoader(PaddedSequences(20), batch_size=4)
     strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
-    (one, _), (module, _) = train_with(tmp_path, strategies, OfRows, data, max_epochs=1)
+    (one, _), (module, _) = train_with(strategies, OfRows, data, max_epochs=1)
     assert parameter_error(module, one) < 1e-5
 
 
-def test_what_is_proven_to_be_such_a_mean_is_logged_with_the_weights_of_the_loss(
-    tmp_path: Path,
-) -> None:
+def test_what_is_proven_to_be_such_a_mean_is_logged_with_the_weights_of_the_loss() -> None:
     """A `batch_size` weighs batches in an epoch, and not microbatches of other targets."""
 
     class Logging(LanguageModel):
@@ -640,7 +617,7 @@ def test_what_is_proven_to_be_such_a_mean_is_logged_with_the_weights_of_the_loss
 
     data = DataLoader(PaddedSequences(20), batch_size=4)
     strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
-    (_, one), (_, several) = train_with(tmp_path, strategies, Logging, data, max_epochs=1)
+    (_, one), (_, several) = train_with(strategies, Logging, data, max_epochs=1)
     assert isinstance(several.strategy, RoundPipeStrategy)
     assert several.strategy.last_step is not None
     assert not several.strategy.last_step.plan.joined
@@ -649,9 +626,7 @@ def test_what_is_proven_to_be_such_a_mean_is_logged_with_the_weights_of_the_loss
     )
 
 
-def test_pinned_steps_say_why_they_are_not_proven(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pinned_steps_say_why_they_are_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     class OfAMean(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return functional.mse_loss(self(batch[0]), batch[1]).log1p()
@@ -663,7 +638,7 @@ def test_pinned_steps_say_why_they_are_not_proven(
     monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
     for kind in (Regressor, Known, OfAMean):
         strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
-        make_trainer(tmp_path, strategy=strategy, max_steps=3).fit(kind(), regression_data())
+        make_trainer(strategy=strategy, max_steps=3).fit(kind(), regression_data())
     (text,) = said
     assert "not proven" in text
     assert "it computes with a mean over rows (log1p)" in text
@@ -679,10 +654,10 @@ class Closing(nn.Linear):
         self.closed.append("closed")
 
 
-def test_what_stands_for_a_module_does_not_end_as_the_module(tmp_path: Path) -> None:
+def test_what_stands_for_a_module_does_not_end_as_the_module() -> None:
     module = Regressor()
     module.layers[1], module.head = Closing(WIDTH, WIDTH), Closing(WIDTH, 1)
-    make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=2), max_steps=2).fit(
+    make_trainer(strategy=RoundPipeStrategy(num_microbatches=2), max_steps=2).fit(
         module, regression_data()
     )
     assert not Closing.closed
@@ -695,7 +670,7 @@ class Rows(dict[str, Tensor]):
         return iter(range(len(self["x"])))
 
 
-def test_a_batch_whose_rows_are_iterated_over(tmp_path: Path) -> None:
+def test_a_batch_whose_rows_are_iterated_over() -> None:
     class OfRows(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step((batch["x"], batch["y"]), batch_idx)
@@ -706,16 +681,13 @@ def test_a_batch_whose_rows_are_iterated_over(tmp_path: Path) -> None:
 
     data = DataLoader(regression_data().dataset, batch_size=8, collate_fn=rows)
     kinds = ("auto", RoundPipeStrategy(num_microbatches=2))
-    (one, _), (module, _) = train_with(tmp_path, kinds, OfRows, data, max_steps=2)
+    (one, _), (module, _) = train_with(kinds, OfRows, data, max_steps=2)
     assert parameter_error(module, one) < 1e-6
 
 
 @pytest.mark.parametrize(("count", "joined"), [(lambda module: None, False), (add, True)])
 def test_a_resumed_training_keeps_the_choice(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    count: Callable[[Counts], Any],
-    joined: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Callable[[Counts], Any], joined: bool
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
@@ -724,7 +696,7 @@ def test_a_resumed_training_keeps_the_choice(
         max_steps: int, ckpt_path: Path | None = None, count: Callable[[Counts], Any] = count
     ) -> Any:
         strategy = RoundPipeStrategy(num_microbatches=2)
-        trainer = make_trainer(tmp_path, strategy=strategy, max_steps=max_steps)
+        trainer = make_trainer(strategy=strategy, max_steps=max_steps)
         trainer.fit(Counts(count), regression_data(), ckpt_path=ckpt_path)
         return trainer
 

@@ -56,7 +56,6 @@ class _Seen(Callback):
 
 
 def _fit(
-    folder: Path,
     module: LightningModule,
     data: Any,
     *,
@@ -66,18 +65,17 @@ def _fit(
 ) -> tuple[_Seen, Trainer]:
     seen, callback = _Seen(), monitor or PipelineMonitor(every_n_steps=1)
     settings = {"strategy": "roundpipe", "devices": 2, "callbacks": [callback, seen], **flags}
-    trainer = make_trainer(folder, **settings)
+    trainer = make_trainer(**settings)
     trainer.fit(module, data, validation)
     seen.on_train_batch_start(trainer)
     return seen, trainer
 
 
 @pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
-def test_figures_of_a_training(tmp_path: Path, kind: type[RoundPipeStrategy]) -> None:
+def test_figures_of_a_training(kind: type[RoundPipeStrategy]) -> None:
     data = PaddedSequences(24)
     loader = DataLoader(data, batch_size=8)
     seen, trainer = _fit(
-        tmp_path,
         LanguageModel(),
         loader,
         strategy=kind(num_microbatches=4, microbatching="step", replan=False),
@@ -106,11 +104,11 @@ def test_figures_of_a_training(tmp_path: Path, kind: type[RoundPipeStrategy]) ->
     assert (rows[-1]["round_size"], rows[-1]["team_size"]) == (plan.round_size, plan.team_size)
 
 
-def test_operations_are_those_of_the_layers(tmp_path: Path) -> None:
+def test_operations_are_those_of_the_layers() -> None:
     strategy = RoundPipeStrategy(
         microbatching="step", replan=False, hints={"forward": [2], "backward": [2, 2]}
     )
-    seen, _ = _fit(tmp_path, Regressor(), regression_data(), strategy=strategy)
+    seen, _ = _fit(Regressor(), regression_data(), strategy=strategy)
     row = seen.rows[-1]
     block = 2 * 8 * (8 * 16 + 16 * 8)  # a multiply-add is two, of eight samples
     head = 2 * 8 * 8
@@ -122,10 +120,10 @@ def test_operations_are_those_of_the_layers(tmp_path: Path) -> None:
     assert "share_of_peak" not in row, "rates of CPU workers are assumed"
 
 
-def test_share_of_the_peak_of_a_machine_that_is_given(tmp_path: Path) -> None:
+def test_share_of_the_peak_of_a_machine_that_is_given() -> None:
     machine = replace(load_hardware("cpu"), name="mine", num_devices=2)
     strategy = RoundPipeStrategy(hardware=machine)
-    seen, _ = _fit(tmp_path, Regressor(), regression_data(), strategy=strategy)
+    seen, _ = _fit(Regressor(), regression_data(), strategy=strategy)
     row = seen.rows[-1]
     rate = 2 * machine.matrix_rates.float32
     assert row["share_of_peak"] == pytest.approx(row["tflop_per_second"] * 1e12 / rate, rel=1e-4)
@@ -138,14 +136,14 @@ class _Slow(IterableDataset[Any]):
             yield torch.ones(8), torch.ones(1)
 
 
-def test_waiting_for_data_and_for_the_optimizer(tmp_path: Path) -> None:
+def test_waiting_for_data_and_for_the_optimizer() -> None:
     class SlowUpdate(Regressor):
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             super().optimizer_step(*args, **kwargs)
             time.sleep(0.05)
 
     monitor = PipelineMonitor()
-    _fit(tmp_path, SlowUpdate(), DataLoader(_Slow(), batch_size=8), monitor=monitor, max_epochs=3)
+    _fit(SlowUpdate(), DataLoader(_Slow(), batch_size=8), monitor=monitor, max_epochs=3)
     figures = monitor.figures
     data = figures["idle_data_share"] * figures["batch_seconds"]
     assert data >= 10 / 11 * 0.08, "two of twelve are there when the first batch begins"
@@ -153,7 +151,7 @@ def test_waiting_for_data_and_for_the_optimizer(tmp_path: Path) -> None:
     assert figures["idle_data_share"] + figures["idle_optimizer_share"] < figures["idle_share"]
 
 
-def test_validation_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     class SlowValidation(Regressor):
         seconds = 0.0
 
@@ -167,7 +165,6 @@ def test_validation_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(monitor_module, "time", clock)
     monitor = PipelineMonitor()
     _fit(
-        tmp_path,
         SlowValidation(),
         regression_data(),
         validation=regression_data(8),
@@ -179,9 +176,8 @@ def test_validation_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert monitor.figures["batch_seconds"] < 1000
 
 
-def test_interval_and_accumulation(tmp_path: Path) -> None:
+def test_interval_and_accumulation() -> None:
     seen, _ = _fit(
-        tmp_path,
         Regressor(),
         regression_data(32, batch_size=4),
         monitor=PipelineMonitor(every_n_steps=3),
@@ -197,28 +193,21 @@ def test_interval_and_accumulation(tmp_path: Path) -> None:
 def test_loggers_and_progress_bar_have_them(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, version=0)
     monitor = PipelineMonitor(every_n_steps=1, count_tokens=lambda batch: batch[0].numel())
-    seen, _ = _fit(
-        tmp_path, Regressor(), regression_data(), monitor=monitor, logger=logger, max_epochs=2
-    )
+    seen, _ = _fit(Regressor(), regression_data(), monitor=monitor, logger=logger, max_epochs=2)
     header = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
     assert "roundpipe/tokens_per_second" in header.split(",")
     assert "tok/s" not in header
     assert {"tok/s", "TFLOP/s", "idle"} <= set(seen.shown[-1])
     assert seen.shown[-1]["tok/s"] == seen.rows[-1]["tokens_per_second"]
-    seen, _ = _fit(
-        tmp_path, Regressor(), regression_data(), monitor=PipelineMonitor(progress_bar=False)
-    )
+    seen, _ = _fit(Regressor(), regression_data(), monitor=PipelineMonitor(progress_bar=False))
     assert set(seen.shown[-1]) <= {"loss", "loss_step", "loss_epoch"}
     assert seen.rows[-1]
 
 
 @pytest.mark.parametrize(("log_every", "steps"), [(1, [2, 5, 8]), (2, [2, 6, 8])])
-def test_loggers_have_each_measurement_once(
-    tmp_path: Path, log_every: int, steps: list[int]
-) -> None:
+def test_loggers_have_each_measurement_once(log_every: int, steps: list[int]) -> None:
     logger = MemoryLogger()
     seen, _ = _fit(
-        tmp_path,
         Regressor(),
         regression_data(16, batch_size=4),
         monitor=PipelineMonitor(every_n_steps=3),
@@ -236,8 +225,8 @@ def test_loggers_have_each_measurement_once(
     assert all(row for row in seen.rows[2:])
 
 
-def test_with_another_strategy_it_does_what_it_can(tmp_path: Path) -> None:
-    seen, _ = _fit(tmp_path, Regressor(), regression_data(), strategy="auto", devices=1)
+def test_with_another_strategy_it_does_what_it_can() -> None:
+    seen, _ = _fit(Regressor(), regression_data(), strategy="auto", devices=1)
     assert set(seen.rows[-1]) == {
         "samples_per_second",
         "batch_seconds",
@@ -246,7 +235,7 @@ def test_with_another_strategy_it_does_what_it_can(tmp_path: Path) -> None:
     }
 
 
-def test_manual_optimization_has_speed_alone(tmp_path: Path) -> None:
+def test_manual_optimization_has_speed_alone() -> None:
     class Manual(Regressor):
         def __init__(self) -> None:
             super().__init__()
@@ -260,40 +249,38 @@ def test_manual_optimization_has_speed_alone(tmp_path: Path) -> None:
             optimizer.step()
 
     strategy = RoundPipeStrategy(num_microbatches=1)
-    seen, _ = _fit(tmp_path, Manual(), regression_data(), strategy=strategy, max_epochs=2)
+    seen, _ = _fit(Manual(), regression_data(), strategy=strategy, max_epochs=2)
     assert {"samples_per_second", "batch_seconds", "data_share"} <= set(seen.rows[-1])
     assert not [name for name in seen.rows[-1] if "idle" in name or "tflop" in name]
 
 
-def test_fit_again_begins_anew(tmp_path: Path) -> None:
+def test_fit_again_begins_anew() -> None:
     monitor = PipelineMonitor(every_n_steps=1)
-    _fit(tmp_path, Regressor(), regression_data(), monitor=monitor)
+    _fit(Regressor(), regression_data(), monitor=monitor)
     first = monitor.figures
-    seen, _ = _fit(tmp_path, Regressor(), regression_data(16), monitor=monitor, max_epochs=2)
+    seen, _ = _fit(Regressor(), regression_data(16), monitor=monitor, max_epochs=2)
     assert monitor.figures["batch_seconds"] != first["batch_seconds"]
     assert len([row for row in seen.rows if row]) == 4 + 1 - 2
 
 
 def test_it_rests_where_logging_would_cost_more_than_the_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     long_logging = count(step=1000)  # seconds, at each look at the processor's time
     clock = SimpleNamespace(perf_counter=time.perf_counter, thread_time=partial(next, long_logging))
     monkeypatch.setattr(monitor_module, "time", clock)
     monkeypatch.setattr(monitor_module, "_LONGEST_REST_SECONDS", 1e6)
     monitor = PipelineMonitor()
-    seen, _ = _fit(tmp_path, Regressor(), regression_data(), monitor=monitor, max_epochs=8)
+    seen, _ = _fit(Regressor(), regression_data(), monitor=monitor, max_epochs=8)
     assert len({row["batch_seconds"] for row in seen.rows if row}) == 1
     every = PipelineMonitor(every_n_steps=1)
-    seen, _ = _fit(tmp_path, Regressor(), regression_data(), monitor=every, max_epochs=2)
+    seen, _ = _fit(Regressor(), regression_data(), monitor=every, max_epochs=2)
     assert len({row["batch_seconds"] for row in seen.rows if row}) == 7
 
 
-def test_fast_dev_run_evaluation_and_failures(tmp_path: Path) -> None:
+def test_fast_dev_run_evaluation_and_failures() -> None:
     monitor = PipelineMonitor(every_n_steps=1)
-    seen, trainer = _fit(
-        tmp_path, Regressor(), regression_data(), monitor=monitor, fast_dev_run=True
-    )
+    seen, trainer = _fit(Regressor(), regression_data(), monitor=monitor, fast_dev_run=True)
     assert monitor.figures == {}
     trainer.validate(Regressor(), regression_data(8), verbose=False)
     trainer.test(Regressor(), regression_data(8), verbose=False)
@@ -304,9 +291,9 @@ def test_fast_dev_run_evaluation_and_failures(tmp_path: Path) -> None:
             raise ValueError("enough")
 
     with pytest.raises(ValueError, match="enough"):
-        _fit(tmp_path, Regressor(on_step=fail), regression_data(), monitor=monitor)
+        _fit(Regressor(on_step=fail), regression_data(), monitor=monitor)
     assert monitor.figures["samples_per_second"] > 0
-    seen, _ = _fit(tmp_path, Regressor(), regression_data(), monitor=monitor, max_epochs=1)
+    seen, _ = _fit(Regressor(), regression_data(), monitor=monitor, max_epochs=1)
     assert len([row for row in seen.rows if row]) == 4 + 1 - 2
 
 
@@ -316,7 +303,7 @@ def test_bad_intervals_are_refused(steps: int) -> None:
         PipelineMonitor(every_n_steps=steps)
 
 
-def test_what_moves_and_what_is_waited_for(tmp_path: Path) -> None:
+def test_what_moves_and_what_is_waited_for() -> None:
     """Six blocks go up in a step, two per stage, over a link that takes 100 ms for each."""
     block_bytes = sum(parameter.nbytes for parameter in Regressor().layers[0].parameters())
     timing = EmulatedTiming(upload_bytes_per_second=block_bytes / 0.1)
@@ -327,12 +314,7 @@ def test_what_moves_and_what_is_waited_for(tmp_path: Path) -> None:
             devices=server.devices, num_microbatches=4, replan=False, hints=hints
         )
         seen, _ = _fit(
-            tmp_path,
-            Regressor(),
-            regression_data(),
-            monitor=monitor,
-            strategy=strategy,
-            max_epochs=1,
+            Regressor(), regression_data(), monitor=monitor, strategy=strategy, max_epochs=1
         )
         assert strategy.last_step is not None
         counters = strategy.last_step.counters
@@ -350,7 +332,7 @@ def test_what_moves_and_what_is_waited_for(tmp_path: Path) -> None:
     assert sum(parts) == pytest.approx(monitor.figures["idle_share"])
 
 
-def test_a_batch_in_flight_lasts_until_its_last_gradient(tmp_path: Path) -> None:
+def test_a_batch_in_flight_lasts_until_its_last_gradient() -> None:
     """The Trainer goes on long before that; workers cannot be busier than always."""
 
     class Timed(Block):
@@ -364,7 +346,6 @@ def test_a_batch_in_flight_lasts_until_its_last_gradient(tmp_path: Path) -> None
             devices=server.devices, num_microbatches=4, microbatching="step", update="async"
         )
         trainer = make_trainer(
-            tmp_path,
             strategy=strategy,
             devices=2,
             callbacks=[PipelineMonitor(every_n_steps=1)],

@@ -61,12 +61,10 @@ class _Clips(Callback):
             layer.inner.weight.data.clamp_(-0.2, 0.2)
 
 
-def train(
-    folder: Path, strategy: Any, make: Any, kind: Any = _Chosen, **flags: Any
-) -> tuple[Any, Any]:
+def train(strategy: Any, make: Any, kind: Any = _Chosen, **flags: Any) -> tuple[Any, Any]:
     seed_everything(3, verbose=False)
     module = kind(make)
-    trainer = make_trainer(folder, strategy=strategy, **{"max_epochs": 1, **flags})
+    trainer = make_trainer(strategy=strategy, **{"max_epochs": 1, **flags})
     trainer.fit(module, regression_data(16, batch_size=4), regression_data(9))
     return module, trainer
 
@@ -99,23 +97,19 @@ def uploaded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ],
 )
 def test_uploads_of_half_the_bytes_train_the_same(
-    tmp_path: Path, make: Any, update: str, callbacks: Any, uploaded: list[int]
+    make: Any, update: str, callbacks: Any, uploaded: list[int]
 ) -> None:
     modules = []
     for options in ({"upload_dtype": None}, {}):
         strategy = EmulatedStrategy(num_microbatches=2, dry_run=False, update=update, **options)
-        module, _ = train(
-            tmp_path, strategy, make, precision="bf16-mixed", callbacks=callbacks, devices=2
-        )
+        module, _ = train(strategy, make, precision="bf16-mixed", callbacks=callbacks, devices=2)
         modules.append(module)
     assert same_bits(modules[1], modules[0])
     assert sum(uploaded[2:]) < 0.75 * sum(uploaded[:2])
 
 
 @pytest.mark.parametrize("loss", ["eager", "fused"])
-def test_an_lm_head_goes_up_in_half_the_bytes(
-    tmp_path: Path, loss: Any, uploaded: list[int]
-) -> None:
+def test_an_lm_head_goes_up_in_half_the_bytes(loss: Any, uploaded: list[int]) -> None:
     data, modules = DataLoader(PaddedSequences(8), batch_size=4), []
     for dtype in (None, "bf16"):
         seed_everything(3, verbose=False)
@@ -125,7 +119,7 @@ def test_an_lm_head_goes_up_in_half_the_bytes(
         strategy = EmulatedStrategy(
             num_microbatches=2, dry_run=False, loss=loss, upload_dtype=dtype
         )
-        trainer = make_trainer(tmp_path, strategy=strategy, precision="bf16-mixed", max_epochs=1)
+        trainer = make_trainer(strategy=strategy, precision="bf16-mixed", max_epochs=1)
         trainer.fit(modules[-1], data)
     assert same_bits(modules[1], modules[0])
     wide, narrow = uploaded
@@ -133,7 +127,7 @@ def test_an_lm_head_goes_up_in_half_the_bytes(
     assert wide - narrow == 2 * head // 2  # in each of two steps
 
 
-def test_a_step_that_writes_into_an_lm_head_is_refused_where_it_is_rounded(tmp_path: Path) -> None:
+def test_a_step_that_writes_into_an_lm_head_is_refused_where_it_is_rounded() -> None:
     class Writes(_Chosen):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             with torch.no_grad():
@@ -146,13 +140,12 @@ def test_a_step_that_writes_into_an_lm_head_is_refused_where_it_is_rounded(tmp_p
     with pytest.raises(
         ConfigurationError, match=r"writes into .* 'head.weight'.*upload_dtype=null"
     ):
-        train(tmp_path, strategy, torch.optim.SGD, Writes, precision="bf16-mixed")
+        train(strategy, torch.optim.SGD, Writes, precision="bf16-mixed")
 
 
-def test_nothing_is_copied_on_cpu_workers(tmp_path: Path) -> None:
+def test_nothing_is_copied_on_cpu_workers() -> None:
     modules = [
         train(
-            tmp_path,
             RoundPipeStrategy(num_microbatches=2, dry_run=False, upload_dtype=dtype),
             torch.optim.AdamW,
             precision="bf16-mixed",
@@ -163,13 +156,10 @@ def test_nothing_is_copied_on_cpu_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
-def test_gradients_of_bf16_parameters_are_summed_over_batches_in_float32(
-    tmp_path: Path, kind: Any
-) -> None:
+def test_gradients_of_bf16_parameters_are_summed_over_batches_in_float32(kind: Any) -> None:
     def gradients(sums: str | None, batches: int) -> tuple[Any, list[dict[str, Tensor]]]:
         strategy = kind(num_microbatches=2, dry_run=False, gradient_dtype=sums)
         module, _ = train(
-            tmp_path,
             strategy,
             lambda p, lr: optim.HostAdamW(p, lr=0.0),
             _Watched,
@@ -192,13 +182,13 @@ def test_gradients_of_bf16_parameters_are_summed_over_batches_in_float32(
 
 
 @pytest.mark.parametrize("sums", ["fp32", "bf16"])
-def test_sums_are_the_same_on_every_device(tmp_path: Path, sums: str) -> None:
+def test_sums_are_the_same_on_every_device(sums: str) -> None:
     modules = []
     for kind in (RoundPipeStrategy, EmulatedStrategy):
         strategy = kind(num_microbatches=2, dry_run=False, gradient_dtype=sums)
         precision = "bf16-true" if sums == "fp32" else "bf16-mixed"
         flags: Any = {"precision": precision, "accumulate_grad_batches": 2}
-        module, _ = train(tmp_path, strategy, optim.HostAdamW, _Watched, **flags)
+        module, _ = train(strategy, optim.HostAdamW, _Watched, **flags)
         wanted = torch.float32 if sums == "fp32" else torch.bfloat16
         assert {g.dtype for seen in module.gradients for g in seen.values()} == {wanted}
         modules.append(module)
@@ -217,7 +207,6 @@ def test_a_window_goes_on_with_sums_of_their_dtype(tmp_path: Path) -> None:
         seed_everything(3, verbose=False)
         module = _Chosen(optim.HostAdamW)
         trainer = make_trainer(
-            tmp_path,
             strategy=RoundPipeStrategy(num_microbatches=2, dry_run=False, gradient_dtype="fp32"),
             precision="bf16-true",
             accumulate_grad_batches=2,
@@ -231,9 +220,8 @@ def test_a_window_goes_on_with_sums_of_their_dtype(tmp_path: Path) -> None:
     assert same_bits(fit(ckpt_path=tmp_path / "inside.ckpt"), whole)
 
 
-def test_parameters_are_put_back(tmp_path: Path) -> None:
+def test_parameters_are_put_back() -> None:
     module, _ = train(
-        tmp_path,
         RoundPipeStrategy(num_microbatches=1, dry_run=False, gradient_dtype="fp32"),
         torch.optim.SGD,
         _Watched,
@@ -275,18 +263,16 @@ def test_parameters_are_put_back(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refusals(tmp_path: Path, options: Any, flags: Any, make: Any, message: str) -> None:
+def test_refusals(options: Any, flags: Any, make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        train(tmp_path, RoundPipeStrategy(num_microbatches=1, **options), make, **flags)
+        train(RoundPipeStrategy(num_microbatches=1, **options), make, **flags)
 
 
-def test_any_optimizer_that_is_stepped_in_float32_takes_float32_gradients(tmp_path: Path) -> None:
+def test_any_optimizer_that_is_stepped_in_float32_takes_float32_gradients() -> None:
     strategy = RoundPipeStrategy(
         num_microbatches=1, dry_run=False, gradient_dtype="fp32", stochastic_rounding=True
     )
-    module, _ = train(
-        tmp_path, strategy, torch.optim.AdamW, _Watched, precision="bf16-true", max_steps=1
-    )
+    module, _ = train(strategy, torch.optim.AdamW, _Watched, precision="bf16-true", max_steps=1)
     assert module.gradients[0]["head.weight"].dtype is torch.float32
 
 
@@ -342,11 +328,11 @@ class _Unseen(torch.optim.Optimizer):
         return loss
 
 
-def test_steps_that_nobody_sees_reach_the_copies(tmp_path: Path) -> None:
+def test_steps_that_nobody_sees_reach_the_copies() -> None:
     modules = []
     for dtype in (None, "bf16"):
         strategy = EmulatedStrategy(num_microbatches=2, dry_run=False, upload_dtype=dtype)
-        module, _ = train(tmp_path, strategy, _Unseen, precision="bf16-mixed")
+        module, _ = train(strategy, _Unseen, precision="bf16-mixed")
         modules.append(module)
     assert same_bits(modules[1], modules[0])
 

@@ -46,7 +46,7 @@ def test_batch_size_scaler_finds_the_largest_batch(
 ) -> None:
     module = _Hungry()
     strategy = kind(num_microbatches=num_microbatches, dry_run=False)
-    trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
+    trainer = make_trainer(strategy=strategy, max_epochs=1)
     found = Tuner(trainer).scale_batch_size(module, steps_per_trial=1, max_trials=5, init_val=2)
     assert found == expected
     assert not list(tmp_path.glob(".scale_batch_size*"))
@@ -63,17 +63,17 @@ def test_batch_size_scaler_finds_the_largest_batch(
         "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.",
     ],
 )
-def test_error_is_lightnings_kind_and_ours(tmp_path: Path, message: str) -> None:
+def test_error_is_lightnings_kind_and_ours(message: str) -> None:
     module = _Hungry()
     module.message = message
     module.batch_size = 32
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    trainer = make_trainer(strategy="roundpipe", max_epochs=1)
     with pytest.raises(DeviceMemoryError, match="stage 0") as caught:
         trainer.fit(module)
     assert is_oom_error(caught.value)
     assert isinstance(caught.value, RoundPipeError)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     module.batch_size = 8
-    again = make_trainer(tmp_path, strategy="roundpipe", max_steps=2)
+    again = make_trainer(strategy="roundpipe", max_steps=2)
     again.fit(module)
     assert again.global_step == 2

@@ -43,8 +43,8 @@ from tests.lightning.test_logging import _Logging, _Outputs
 TOLERANCE = {"sgd": 1e-5, "adamw": 1e-3}
 
 
-def fit(folder: Path, strategy: Any, module: LightningModule, data: Any, **flags: Any) -> Trainer:
-    trainer = make_trainer(folder, strategy=strategy, **flags)
+def fit(strategy: Any, module: LightningModule, data: Any, **flags: Any) -> Trainer:
+    trainer = make_trainer(strategy=strategy, **flags)
     trainer.fit(module, data)
     return trainer
 
@@ -54,16 +54,12 @@ def fit(folder: Path, strategy: Any, module: LightningModule, data: Any, **flags
     ("optimizer", "devices", "num_microbatches"),
     [("sgd", 1, 1), ("adamw", 1, 3), ("sgd", 2, "auto"), ("adamw", 2, "auto"), ("sgd", 4, 8)],
 )
-def test_20_steps_on_padded_batches(
-    tmp_path: Path, optimizer: str, devices: int, num_microbatches: Any
-) -> None:
+def test_20_steps_on_padded_batches(optimizer: str, devices: int, num_microbatches: Any) -> None:
     data = DataLoader(PaddedSequences(32), batch_size=8)
     ours = RoundPipeStrategy(num_microbatches=num_microbatches)
-    ((expected, one),) = train_with(
-        tmp_path, ["auto"], lambda: LanguageModel(optimizer), data, max_epochs=5
-    )
+    ((expected, one),) = train_with(["auto"], lambda: LanguageModel(optimizer), data, max_epochs=5)
     ((module, many),) = train_with(
-        tmp_path, [ours], lambda: LanguageModel(optimizer), data, max_epochs=5, devices=devices
+        [ours], lambda: LanguageModel(optimizer), data, max_epochs=5, devices=devices
     )
     assert one.global_step == many.global_step == 20
     assert parameter_error(module, expected) < TOLERANCE[optimizer]
@@ -71,13 +67,13 @@ def test_20_steps_on_padded_batches(
         torch.testing.assert_close(many.callback_metrics[key], value, rtol=1e-5, atol=1e-6)
 
 
-def test_number_of_workers_changes_no_bit(tmp_path: Path) -> None:
+def test_number_of_workers_changes_no_bit() -> None:
     modules = []
     for devices, per_device in ((1, 1), (2, 1), (2, 2), (4, 1)):
         torch.manual_seed(3)
         module = Regressor("adamw", dropout=0.3)
         strategy = RoundPipeStrategy(num_microbatches=4, workers_per_device=per_device)
-        fit(tmp_path, strategy, module, regression_data(shuffle=True), devices=devices)
+        fit(strategy, module, regression_data(shuffle=True), devices=devices)
         modules.append(module)
         assert strategy.num_workers == devices * per_device
     assert all(same_bits(module, modules[0]) for module in modules)
@@ -103,7 +99,6 @@ class _Scheduled(Regressor):
 @pytest.mark.parametrize("kind", ["step", "epoch", "plateau"])
 def test_schedulers_and_learning_rates(tmp_path: Path, kind: str) -> None:
     runs = train_with(
-        tmp_path,
         ["auto", RoundPipeStrategy()],
         lambda: _Scheduled(kind),
         validation=regression_data(8),
@@ -133,11 +128,8 @@ class _Normalised(Regressor):
         return super().forward(self.before(x))
 
 
-def test_running_statistics_of_one_microbatch_and_the_pass_of_weight_averaging(
-    tmp_path: Path,
-) -> None:
+def test_running_statistics_of_one_microbatch_and_the_pass_of_weight_averaging() -> None:
     runs = train_with(
-        tmp_path,
         ["auto", *(kind(num_microbatches=1) for kind in (RoundPipeStrategy, EmulatedStrategy))],
         _Normalised,
         callbacks=lambda: [StochasticWeightAveraging(0.02, swa_epoch_start=1)],
@@ -146,32 +138,32 @@ def test_running_statistics_of_one_microbatch_and_the_pass_of_weight_averaging(
         torch.testing.assert_close(module.state_dict(), runs[0][0].state_dict(), rtol=0, atol=0)
 
 
-def test_last_batch_smaller_than_the_number_of_microbatches(tmp_path: Path) -> None:
+def test_last_batch_smaller_than_the_number_of_microbatches() -> None:
     ours = RoundPipeStrategy()
-    (one, _), (module, _) = train_with(tmp_path, ["auto", ours], Regressor, regression_data(9))
+    (one, _), (module, _) = train_with(["auto", ours], Regressor, regression_data(9))
     assert ours.num_microbatches == 4
     assert ours.last_step is not None
     assert ours.last_step.plan.num_microbatches == 1
     assert parameter_error(module, one) < 1e-5
 
 
-def test_first_batch_smaller_than_wanted_limits_the_number_of_microbatches(tmp_path: Path) -> None:
+def test_first_batch_smaller_than_wanted_limits_the_number_of_microbatches() -> None:
     strategy = RoundPipeStrategy()
-    fit(tmp_path, strategy, Regressor(), regression_data(8, batch_size=2), devices=2, max_epochs=1)
+    fit(strategy, Regressor(), regression_data(8, batch_size=2), devices=2, max_epochs=1)
     assert strategy.num_microbatches == 2
     assert strategy.plan is not None
     assert strategy.plan.num_workers == 2
 
 
-def test_batch_smaller_than_a_number_that_was_asked_for(tmp_path: Path) -> None:
+def test_batch_smaller_than_a_number_that_was_asked_for() -> None:
     ours = RoundPipeStrategy(num_microbatches=4, microbatching="step")
-    (one, _), (module, _) = train_with(tmp_path, ["auto", ours], Regressor, regression_data(9))
+    (one, _), (module, _) = train_with(["auto", ours], Regressor, regression_data(9))
     assert ours.last_step is not None
     assert ours.last_step.plan.num_microbatches == 1
     assert parameter_error(module, one) < 1e-5
 
 
-def test_model_without_blocks_trains_as_one_stage(tmp_path: Path) -> None:
+def test_model_without_blocks_trains_as_one_stage() -> None:
     class OneLayer(LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -184,7 +176,7 @@ def test_model_without_blocks_trains_as_one_stage(tmp_path: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.05)
 
     with pytest.warns(NoBlocksWarning, match="blocks='model.layers'"):
-        (one, _), (module, _) = train_with(tmp_path, ["auto", RoundPipeStrategy()], OneLayer)
+        (one, _), (module, _) = train_with(["auto", RoundPipeStrategy()], OneLayer)
     assert parameter_error(module, one) < 1e-5
 
 
@@ -221,7 +213,7 @@ class Repeated(Regressor):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def test_gradients_with_dropout_have_the_same_mean_and_spread(tmp_path: Path) -> None:
+def test_gradients_with_dropout_have_the_same_mean_and_spread() -> None:
     num_steps = 50
     batches: Any = [next(iter(regression_data(8)))] * num_steps
     means, spreads = [], []
@@ -232,7 +224,7 @@ def test_gradients_with_dropout_have_the_same_mean_and_spread(tmp_path: Path) ->
     for strategy in ("auto", *split):
         torch.manual_seed(3)
         module = Repeated()
-        trainer = make_trainer(tmp_path, strategy=strategy, max_epochs=1)
+        trainer = make_trainer(strategy=strategy, max_epochs=1)
         trainer.fit(module, DataLoader(batches, batch_size=None))
         gradients = torch.stack(module.gradients).double()
         means.append(gradients.mean(0))
@@ -248,19 +240,14 @@ def test_gradients_with_dropout_have_the_same_mean_and_spread(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_logs_metrics_outputs_and_parameters(tmp_path: Path, precision: Any) -> None:
+def test_logs_metrics_outputs_and_parameters(precision: Any) -> None:
     runs = []
     for strategy, devices in (("auto", 1), (EmulatedStrategy(num_microbatches=4), 3)):
         torch.manual_seed(3)
         seen = _Outputs()
         module = _Logging()
         trainer = make_trainer(
-            tmp_path,
-            strategy=strategy,
-            devices=devices,
-            callbacks=[seen],
-            max_epochs=2,
-            precision=precision,
+            strategy=strategy, devices=devices, callbacks=[seen], max_epochs=2, precision=precision
         )
         trainer.fit(module, regression_data(16), regression_data(9))
         trainer.test(module, regression_data(9), verbose=False)
@@ -322,9 +309,9 @@ class MomentumTeacher(Regressor):
         )
 
 
-def test_a_write_beside_the_optimizer_is_refused(tmp_path: Path) -> None:
+def test_a_write_beside_the_optimizer_is_refused() -> None:
     strategy = EmulatedStrategy(num_microbatches=4, update="async")
-    trainer = make_trainer(tmp_path, strategy=strategy, devices=2, max_epochs=1)
+    trainer = make_trainer(strategy=strategy, devices=2, max_epochs=1)
     with pytest.raises(ConfigurationError, match=r"'layers\.0\..*update='exact'"):
         trainer.fit(MomentumTeacher(), regression_data())
 
@@ -339,9 +326,9 @@ def test_a_momentum_teacher(options: dict[str, Any]) -> None:
     )
 
 
-def test_devices_are_as_many_as_workers(tmp_path: Path) -> None:
+def test_devices_are_as_many_as_workers() -> None:
     strategy = EmulatedStrategy(devices=[EmulatedDevice(0)])
-    trainer = make_trainer(tmp_path, strategy=strategy, devices=2)
+    trainer = make_trainer(strategy=strategy, devices=2)
     with pytest.raises(ConfigurationError, match=r"1 devices .* 2 workers: give .*devices=1"):
         trainer.fit(Regressor(), regression_data())
 

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("steps_of_microbatches")
 
 
 def _fit(
-    folder: Path,
     report: PlanReport,
     *,
     module: Regressor | None = None,
@@ -26,24 +24,24 @@ def _fit(
     **flags: Any,
 ) -> RoundPipeStrategy:
     strategy = flags.pop("strategy", None) or RoundPipeStrategy()
-    trainer = make_trainer(folder, strategy=strategy, devices=2, callbacks=[report], **flags)
+    trainer = make_trainer(strategy=strategy, devices=2, callbacks=[report], **flags)
     trainer.fit(module or Regressor(), regression_data(samples))
     return strategy
 
 
-def test_the_plan_is_told_before_the_first_step(tmp_path: Path) -> None:
+def test_the_plan_is_told_before_the_first_step() -> None:
     events: list[str] = []
     report = PlanReport(write=events.append)
     module = Regressor(on_step=lambda *_: events.append("step"))
-    _fit(tmp_path, report, module=module, max_epochs=1)
+    _fit(report, module=module, max_epochs=1)
     start = events.index(report.texts[0])
     assert start <= 1, "but for the dry run"
     assert events[start + 1 :] == ["step"] * 16
 
 
-def test_the_first_plan_is_told_whole(tmp_path: Path) -> None:
+def test_the_first_plan_is_told_whole() -> None:
     report = PlanReport()
-    strategy = _fit(tmp_path, report, max_epochs=1)
+    strategy = _fit(report, max_epochs=1)
     (text,) = report.texts
     assert strategy.plan is not None
     lines = text.splitlines()
@@ -60,10 +58,10 @@ def test_the_first_plan_is_told_whole(tmp_path: Path) -> None:
     assert "workers wait " in text
 
 
-def test_memory_is_told_by_kind_against_what_there_is(tmp_path: Path) -> None:
+def test_memory_is_told_by_kind_against_what_there_is() -> None:
     report = PlanReport()
     machine = replace(load_hardware("rtx4090x4"), num_devices=2)
-    _fit(tmp_path, report, strategy=EmulatedStrategy(hardware=machine), max_epochs=1)
+    _fit(report, strategy=EmulatedStrategy(hardware=machine), max_epochs=1)
     text = report.texts[0]
     assert "The plan of this training, on rtx4090x4: 2 x GeForce RTX 4090, 23.99 GiB each" in text
     assert "    reserved             1.09 GiB" in text
@@ -74,11 +72,11 @@ def test_memory_is_told_by_kind_against_what_there_is(tmp_path: Path) -> None:
     assert "assumed" not in text
 
 
-def test_a_plan_that_changes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_changes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "improved_plan", _AnotherPlanEveryStep())
     monkeypatch.setattr(planning.StepPlanner, "_is_due", lambda self, planned: True)
     report = PlanReport()
-    strategy = _fit(tmp_path, report, max_epochs=2)
+    strategy = _fit(report, max_epochs=2)
     assert len(report.texts) == 8
     before, after = report.texts[5].splitlines()[1:3]
     assert before.removeprefix("  from ") == report.texts[4].splitlines()[2].removeprefix("  to   ")
@@ -88,24 +86,24 @@ def test_a_plan_that_changes_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
     assert after != before
 
 
-def test_other_shapes_are_told_once(tmp_path: Path) -> None:
+def test_other_shapes_are_told_once() -> None:
     report = PlanReport()
     strategy = RoundPipeStrategy(replan=False)  # whether that pays depends on the machine's load
-    _fit(tmp_path, report, strategy=strategy, samples=27, max_epochs=3)
+    _fit(report, strategy=strategy, samples=27, max_epochs=3)
     assert len(report.texts) == 2
     assert report.texts[1].startswith("The plan for batches of another shape, in 3 microbatches\n")
 
 
-def test_unknown_values_are_not_reported(tmp_path: Path) -> None:
+def test_unknown_values_are_not_reported() -> None:
     report = PlanReport()
-    _fit(tmp_path, report, strategy=RoundPipeStrategy(dry_run=False), max_epochs=1)
+    _fit(report, strategy=RoundPipeStrategy(dry_run=False), max_epochs=1)
     (text,) = report.texts
     assert "Predicted step: unknown" in text
     assert "Note: Activations are not counted in the memory above" in text
     assert "workers wait" not in text
 
 
-def test_memory_that_is_tight_and_idle_workers_are_noted(tmp_path: Path) -> None:
+def test_memory_that_is_tight_and_idle_workers_are_noted() -> None:
     needs: list[int] = []
     machine = replace(load_hardware("cpu"), num_devices=2)
     for device_bytes in (machine.device_bytes, 0):
@@ -117,29 +115,25 @@ def test_memory_that_is_tight_and_idle_workers_are_noted(tmp_path: Path) -> None
         strategy.plan_listeners.append(
             lambda event: needs.append(event.description.memory.device.total_bytes)
         )
-        _fit(tmp_path, report, strategy=strategy, max_epochs=1)
+        _fit(report, strategy=strategy, max_epochs=1)
     (text,) = report.texts
     assert "Note: Device memory is tight: the plan needs 100% of what there is." in text
     assert "Note: Workers wait " in text
 
 
-def test_it_logs_where_nobody_takes_the_text(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_logs_where_nobody_takes_the_text(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="lightning_utilities.core.rank_zero")
-    _fit(tmp_path, PlanReport(), max_epochs=1)
+    _fit(PlanReport(), max_epochs=1)
     assert "The plan of this training, on cpu" in caplog.text
 
 
-def test_fits_failures_and_evaluations(tmp_path: Path) -> None:
+def test_fits_failures_and_evaluations() -> None:
     class Fail(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             raise ValueError("enough")
 
     report, strategy = PlanReport(), RoundPipeStrategy()
-    trainer = make_trainer(
-        tmp_path, strategy=strategy, devices=2, callbacks=[report, Fail()], max_epochs=1
-    )
+    trainer = make_trainer(strategy=strategy, devices=2, callbacks=[report, Fail()], max_epochs=1)
     with pytest.raises(ValueError, match="enough"):
         trainer.fit(Regressor(), regression_data())
     assert len(report.texts) == 1
@@ -152,8 +146,8 @@ def test_fits_failures_and_evaluations(tmp_path: Path) -> None:
     assert strategy.plan_listeners == []
 
 
-def test_other_strategies_are_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, callbacks=[PlanReport()])
+def test_other_strategies_are_refused() -> None:
+    trainer = make_trainer(callbacks=[PlanReport()])
     with pytest.raises(
         ConfigurationError,
         match=r"PlanReport needs Trainer\(strategy='roundpipe'\), found SingleDeviceStrategy\.",

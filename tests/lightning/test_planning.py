@@ -101,13 +101,11 @@ class OfAClass(Regressor):
         return super().training_step(batch, batch_idx)
 
 
-def test_what_a_class_holds_is_as_without_a_dry_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_class_holds_is_as_without_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OfAClass, "seen", {"rows": []})
     monkeypatch.setattr(OfAClass, "num_steps", 0)
     strategy = RoundPipeStrategy(num_microbatches=2)
-    make_trainer(tmp_path, strategy=strategy, max_steps=3).fit(OfAClass(), regression_data())
+    make_trainer(strategy=strategy, max_steps=3).fit(OfAClass(), regression_data())
     assert (OfAClass.num_steps, OfAClass.seen) == (3, {"rows": [8, 8, 8]})
 
 
@@ -401,9 +399,7 @@ def test_a_given_plan_is_never_changed(tmp_path: Path, monkeypatch: pytest.Monke
 def test_averages_are_part_of_a_checkpoint(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, save_top_k=-1)
     flags: dict[str, Any] = {"devices": 2, "max_epochs": -1, "enable_checkpointing": True}
-    trainer = make_trainer(
-        tmp_path, strategy=RoundPipeStrategy(), max_steps=6, callbacks=[save], **flags
-    )
+    trainer = make_trainer(strategy=RoundPipeStrategy(), max_steps=6, callbacks=[save], **flags)
     trainer.fit(Regressor(), regression_data())
     path = tmp_path / "step=6.ckpt"
     state = torch.load(path, weights_only=True)["roundpipe"]["planning"]
@@ -412,7 +408,7 @@ def test_averages_are_part_of_a_checkpoint(tmp_path: Path) -> None:
 
     for num_blocks, known in ((4, 6), (5, 0)):
         strategy = RoundPipeStrategy()
-        trainer = make_trainer(tmp_path, strategy=strategy, max_steps=8, **flags)
+        trainer = make_trainer(strategy=strategy, max_steps=8, **flags)
         if num_blocks == 5:  # another model: what was measured says nothing
             state["averages"][0]["fingerprint"] = "another"
             checkpoint = torch.load(path, weights_only=True)

@@ -45,21 +45,21 @@ class _Dtypes(Regressor):
         return loss
 
 
-def _compare(folder: Path, precision: Any, **options: Any) -> list[Outcome]:
+def _compare(precision: Any, **options: Any) -> list[Outcome]:
     """The dtypes that the code met agree; the parameters are for the caller to compare."""
 
     def fit(trainer: Trainer, module: Any) -> None:
         trainer.fit(module, regression_data(), regression_data(8))
 
-    found = on_each(folder, _Dtypes, fit, precision=precision, max_epochs=2, **options)
+    found = on_each(_Dtypes, fit, precision=precision, max_epochs=2, **options)
     assert found[1].module.met == found[0].module.met
     return found
 
 
 @pytest.mark.parametrize("precision", FLAGS)
-def test_one_microbatch_is_one_device_to_the_bit(tmp_path: Path, precision: Any) -> None:
+def test_one_microbatch_is_one_device_to_the_bit(precision: Any) -> None:
     options: dict[str, Any] = {"num_microbatches": 1, "devices": 1, "gradient_clip_val": 0.5}
-    expected, found = _compare(tmp_path, precision, **options)
+    expected, found = _compare(precision, **options)
     assert same_bits(found.module, expected.module)
     assert found.metrics == expected.metrics
     assert isinstance(found.trainer.precision_plugin, RoundPipePrecision)
@@ -78,10 +78,8 @@ def test_one_microbatch_is_one_device_to_the_bit(tmp_path: Path, precision: Any)
         ("16-true", 5e-2),
     ],
 )
-def test_microbatches_change_only_rounding(
-    tmp_path: Path, precision: Any, tolerance: float
-) -> None:
-    found = _compare(tmp_path, precision, num_microbatches=4)
+def test_microbatches_change_only_rounding(precision: Any, tolerance: float) -> None:
+    found = _compare(precision, num_microbatches=4)
     expected, weight = (one.module.layers[0].inner.weight.detach() for one in found)
     assert float((weight - expected).norm() / expected.norm()) < tolerance
 
@@ -134,7 +132,7 @@ def _plain_loop(
 @pytest.mark.parametrize(("num_microbatches", "tolerance"), [(1, 0.0), (4, 2e-3)])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_loss_scaling_is_that_of_a_plain_loop(
-    tmp_path: Path, accumulate: int, num_microbatches: int, tolerance: float
+    accumulate: int, num_microbatches: int, tolerance: float
 ) -> None:
     """The same steps are skipped, and the scale shrinks and grows at the same batches."""
 
@@ -147,7 +145,6 @@ def test_loss_scaling_is_that_of_a_plain_loop(
     module, seen = _Overflowing(), _Scales()
     scales, parameters = _plain_loop(plain, scaler(), accumulate=accumulate, num_epochs=2)
     trainer = make_trainer(
-        tmp_path,
         strategy=RoundPipeStrategy(num_microbatches=num_microbatches),
         plugins=[RoundPipePrecision("16-mixed", scaler=scaler())],
         callbacks=[seen],
@@ -162,17 +159,17 @@ def test_loss_scaling_is_that_of_a_plain_loop(
         assert float((ours - expected).norm() / expected.norm()) <= tolerance
 
 
-def test_lightning_says_that_it_replaces_float16_on_the_cpu(tmp_path: Path) -> None:
+def test_lightning_says_that_it_replaces_float16_on_the_cpu() -> None:
     with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
-        make_trainer(tmp_path, strategy="roundpipe", precision="16-mixed")
-    kept = make_trainer(tmp_path, strategy="roundpipe", plugins=[RoundPipePrecision("16-mixed")])
+        make_trainer(strategy="roundpipe", precision="16-mixed")
+    kept = make_trainer(strategy="roundpipe", plugins=[RoundPipePrecision("16-mixed")])
     assert kept.precision == "16-mixed"
 
 
-def test_scaler_given_with_lightnings_plugin_keeps_its_settings(tmp_path: Path) -> None:
+def test_scaler_given_with_lightnings_plugin_keeps_its_settings() -> None:
     scaler = torch.amp.GradScaler(device="cpu", init_scale=64.0, growth_interval=7)
     trainer = make_trainer(
-        tmp_path, strategy="roundpipe", plugins=[MixedPrecision("16-mixed", "cpu", scaler)]
+        strategy="roundpipe", plugins=[MixedPrecision("16-mixed", "cpu", scaler)]
     )
     plugin = trainer.precision_plugin
     assert isinstance(plugin, RoundPipePrecision)
@@ -181,7 +178,7 @@ def test_scaler_given_with_lightnings_plugin_keeps_its_settings(tmp_path: Path) 
     assert plugin.scaler.get_growth_interval() == 7
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused() -> None:
     class Foreign(Precision):
         pass
 
@@ -190,19 +187,16 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"precision='bf16-mixed' needs no loss scaling"):
         RoundPipePrecision("bf16-mixed", scaler=torch.amp.GradScaler(device="cpu"))
     with pytest.raises(ConfigurationError, match="The precision plugin Foreign does not work"):
-        make_trainer(tmp_path, strategy="roundpipe", plugins=[Foreign()])
+        make_trainer(strategy="roundpipe", plugins=[Foreign()])
 
 
-def test_clipping_with_an_optimizer_that_unscales_itself_is_refused(tmp_path: Path) -> None:
+def test_clipping_with_an_optimizer_that_unscales_itself_is_refused() -> None:
     class Fused(Regressor):
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
 
     trainer = make_trainer(
-        tmp_path,
-        strategy="roundpipe",
-        plugins=[RoundPipePrecision("16-mixed")],
-        gradient_clip_val=0.5,
+        strategy="roundpipe", plugins=[RoundPipePrecision("16-mixed")], gradient_clip_val=0.5
     )
     with pytest.raises(ConfigurationError, match=r"gradient_clip_val=0.5 .* fused=False"):
         trainer.fit(Fused(), regression_data())
@@ -268,7 +262,7 @@ class _Measured(Regressor):
 
 
 @pytest.mark.parametrize("name", [*SUPPORTED_PRECISIONS, ROUNDED])
-def test_bytes_per_parameter(tmp_path: Path, name: str) -> None:
+def test_bytes_per_parameter(name: str) -> None:
     precision, _, rounds = name.partition(", ")
     scaler = torch.amp.GradScaler(device="cpu", init_scale=2.0)  # so that no step is skipped
     plugin = RoundPipePrecision(
@@ -278,7 +272,6 @@ def test_bytes_per_parameter(tmp_path: Path, name: str) -> None:
     )
     module = _Measured()
     trainer = make_trainer(
-        tmp_path,
         strategy=EmulatedStrategy(num_microbatches=2, dry_run=False, upload_dtype=None),
         plugins=[plugin],
         max_steps=2,

@@ -80,15 +80,13 @@ def test_every_policy_trains_as_full_does(tmp_path: Path, policy: str) -> None:
 
 
 @pytest.mark.parametrize(("rows", "policy"), [(1, "none"), (80, "full")])
-def test_one_cpu_worker_recomputes_what_is_larger_than_the_weights(
-    tmp_path: Path, rows: int, policy: str
-) -> None:
+def test_one_cpu_worker_recomputes_what_is_larger_than_the_weights(rows: int, policy: str) -> None:
     modules = []
     data = DataLoader(TensorDataset(torch.randn(2 * rows, 1, WIDTH)), batch_size=rows)
     strategy = RoundPipeStrategy(num_microbatches=1, replan=False)
     for one in ("auto", strategy):
         module = Attending(0.0)
-        make_trainer(tmp_path, strategy=one, max_epochs=1).fit(module, data)
+        make_trainer(strategy=one, max_epochs=1).fit(module, data)
         modules.append(module)
     assert strategy.last_step is not None
     assert strategy.last_step.plan.recompute is RecomputePolicy(policy)
@@ -103,14 +101,14 @@ class Sloped(Attending):
         return output + slope.square().sum()
 
 
-def test_gradients_of_gradients_where_blocks_are_not_recomputed(tmp_path: Path) -> None:
+def test_gradients_of_gradients_where_blocks_are_not_recomputed() -> None:
     """With products and sums of its own: PyTorch's fused attention has no second derivative."""
     strategy = RoundPipeStrategy(num_microbatches=1, recompute="none")
     modules = []
     data = DataLoader(TensorDataset(torch.randn(8, 5, WIDTH)), batch_size=4)
     for one, devices in (("auto", 1), (strategy, 2)):
         module = Sloped(0.0)
-        trainer = make_trainer(tmp_path, strategy=one, devices=devices, max_epochs=2)
+        trainer = make_trainer(strategy=one, devices=devices, max_epochs=2)
         with sdpa_kernel(SDPBackend.MATH):
             trainer.fit(module, data)
         modules.append(module)

@@ -25,12 +25,12 @@ class _Steps(Regressor):
 # Registration ------------------------------------------------------------------------------------
 
 
-def test_name_is_registered_once(tmp_path: Path) -> None:
+def test_name_is_registered_once() -> None:
     assert roundpipe_lightning.RoundPipeStrategy is RoundPipeStrategy
     before = dict(StrategyRegistry["roundpipe"])
     register(RoundPipeStrategy, name="roundpipe")
     assert StrategyRegistry["roundpipe"] == before
-    trainer = make_trainer(tmp_path, strategy="roundpipe", devices=3)
+    trainer = make_trainer(strategy="roundpipe", devices=3)
     assert isinstance(trainer.strategy, RoundPipeStrategy)
     assert trainer.strategy.num_workers == 3
     assert trainer.strategy.num_microbatches == 6
@@ -55,18 +55,18 @@ def test_name_is_registered_once(tmp_path: Path) -> None:
         ({"precision": "7-true"}, ValueError, r"Precision '7-true' is invalid.*32-true"),
     ],
 )
-def test_flags_of_the_trainer(tmp_path: Path, flags: Any, error: Any, message: str) -> None:
+def test_flags_of_the_trainer(flags: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        make_trainer(tmp_path, strategy="roundpipe", **flags)
+        make_trainer(strategy="roundpipe", **flags)
 
 
-def test_several_processes(tmp_path: Path) -> None:
+def test_several_processes() -> None:
     class Launched(LightningEnvironment):
         def world_size(self) -> int:
             return 4
 
     with pytest.raises(ConfigurationError, match=r"4 processes were launched.*Trainer\(devices=N"):
-        make_trainer(tmp_path, strategy="roundpipe", plugins=[Launched()])
+        make_trainer(strategy="roundpipe", plugins=[Launched()])
 
 
 # The strategy's own settings ---------------------------------------------------------------------
@@ -103,8 +103,8 @@ def test_settings_are_keyword_only() -> None:
         RoundPipeStrategy(4)  # type: ignore[call-arg]
 
 
-def test_blocks_that_do_not_exist(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, strategy=RoundPipeStrategy(blocks="model.layers"))
+def test_blocks_that_do_not_exist() -> None:
+    trainer = make_trainer(strategy=RoundPipeStrategy(blocks="model.layers"))
     with pytest.raises(ConfigurationError, match=r"model\.layers"):
         trainer.fit(_Steps(), regression_data())
 
@@ -136,13 +136,13 @@ class _Captured(_Steps):
         (_Captured, {}, r"AdamW\(capturable=True\) .* Leave capturable"),
     ],
 )
-def test_optimizers(tmp_path: Path, kind: type[_Steps], settings: Any, message: str) -> None:
+def test_optimizers(kind: type[_Steps], settings: Any, message: str) -> None:
     strategy = RoundPipeStrategy(**settings)
     with pytest.raises(ConfigurationError, match=message):
-        make_trainer(tmp_path, strategy=strategy).fit(kind(), regression_data())
+        make_trainer(strategy=strategy).fit(kind(), regression_data())
 
 
-def test_steps_that_fetch_their_own_batches(tmp_path: Path) -> None:
+def test_steps_that_fetch_their_own_batches() -> None:
     class Fetching(Regressor):
         def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
             pytest.fail("training has begun")
@@ -152,7 +152,7 @@ def test_steps_that_fetch_their_own_batches(tmp_path: Path) -> None:
         pytest.raises(ConfigurationError, match=r"write training_step\(batch, batch_idx\)"),
         pytest.warns(UserWarning, match="dataloader_iter"),
     ):
-        make_trainer(tmp_path, strategy=strategy).fit(Fetching(), regression_data())
+        make_trainer(strategy=strategy).fit(Fetching(), regression_data())
 
 
 # Plans -------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def _saved_plan(folder: Path, **flags: Any) -> Path:
 def test_plan_from_a_file_is_run(tmp_path: Path) -> None:
     path = _saved_plan(tmp_path, devices=2)
     strategy = RoundPipeStrategy(plan=path)
-    make_trainer(tmp_path, strategy=strategy, devices=2).fit(Regressor(), regression_data())
+    make_trainer(strategy=strategy, devices=2).fit(Regressor(), regression_data())
     assert strategy.plan is not None
     assert strategy.plan.to_json() == path.read_text()
     assert strategy.num_microbatches == 4
@@ -180,11 +180,11 @@ def test_plan_from_a_file_is_run(tmp_path: Path) -> None:
 def test_plan_for_other_workers_models_or_microbatches(tmp_path: Path) -> None:
     path = _saved_plan(tmp_path, devices=2)
     with pytest.raises(PlanError, match="for 2 workers, but the Trainer"):
-        make_trainer(tmp_path, strategy=RoundPipeStrategy(plan=path), devices=3).fit(
+        make_trainer(strategy=RoundPipeStrategy(plan=path), devices=3).fit(
             _Steps(), regression_data()
         )
     with pytest.raises(PlanError, match="plan is for 4 blocks, the model has 3"):
-        make_trainer(tmp_path, strategy=RoundPipeStrategy(plan=path), devices=2).fit(
+        make_trainer(strategy=RoundPipeStrategy(plan=path), devices=2).fit(
             _Steps(num_blocks=3), regression_data()
         )
     with pytest.raises(ConfigurationError, match="num_microbatches=3, but the plan is for 4"):
@@ -194,7 +194,7 @@ def test_plan_for_other_workers_models_or_microbatches(tmp_path: Path) -> None:
 # Batches -----------------------------------------------------------------------------------------
 
 
-def test_batch_that_cannot_be_split(tmp_path: Path) -> None:
+def test_batch_that_cannot_be_split() -> None:
     def collate(samples: Any) -> Any:
         x, y = (torch.stack(part) for part in zip(*samples, strict=True))
         return x, y[:-1]
@@ -203,7 +203,7 @@ def test_batch_that_cannot_be_split(tmp_path: Path) -> None:
     data.collate_fn = collate
     strategy = RoundPipeStrategy(microbatching="step")
     with pytest.raises(BatchError, match="first dimensions of"):
-        make_trainer(tmp_path, strategy=strategy).fit(_Steps(), data)
+        make_trainer(strategy=strategy).fit(_Steps(), data)
 
 
 class _Partly(Regressor):
@@ -240,13 +240,13 @@ def _exchange(module: Any) -> None:
     _freeze(module)
 
 
-def _fit(folder: Path, change: Callable[[Any], None]) -> Trainer:
+def _fit(change: Callable[[Any], None]) -> Trainer:
     class Changes(Callback):
         def on_train_batch_start(self, trainer: Trainer, module: Any, *args: Any) -> None:
             if args[1] == 2:
                 change(module)
 
-    trainer = make_trainer(folder, strategy="roundpipe", max_epochs=1, callbacks=[Changes()])
+    trainer = make_trainer(strategy="roundpipe", max_epochs=1, callbacks=[Changes()])
     trainer.fit(_Partly(), regression_data())
     return trainer
 
@@ -261,22 +261,22 @@ def _fit(folder: Path, change: Callable[[Any], None]) -> Trainer:
     ],
 )
 def test_what_would_be_trained_wrongly_is_refused(
-    tmp_path: Path, change: Callable[[Any], None], message: str
+    change: Callable[[Any], None], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        _fit(tmp_path, change)
+        _fit(change)
 
 
-def test_what_the_optimizer_has_may_thaw(tmp_path: Path) -> None:
-    assert _fit(tmp_path, _thaw_a_member).global_step == 4
+def test_what_the_optimizer_has_may_thaw() -> None:
+    assert _fit(_thaw_a_member).global_step == 4
 
 
-def test_a_module_may_say_by_itself_what_its_parameters_are(tmp_path: Path) -> None:
+def test_a_module_may_say_by_itself_what_its_parameters_are() -> None:
     class OfHead(Regressor):
         def parameters(self, recurse: bool = True) -> Any:
             return self.head.parameters(recurse)
 
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+    trainer = make_trainer(strategy="roundpipe", max_epochs=1)
     trainer.fit(OfHead("sgd"), regression_data())
     assert trainer.global_step == 4
 
@@ -296,17 +296,17 @@ class _RunsBackward(Regressor):
 
 @pytest.mark.parametrize("run", [torch.Tensor.backward, torch.autograd.backward])
 @pytest.mark.parametrize("of_head", [False, True])
-def test_a_step_that_runs_backward_itself(tmp_path: Path, run: Any, of_head: bool) -> None:
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_epochs=1)
+def test_a_step_that_runs_backward_itself(run: Any, of_head: bool) -> None:
+    trainer = make_trainer(strategy="roundpipe", max_epochs=1)
     with pytest.raises(CaptureError, match=r"backward\(\).*automatic_optimization = False"):
         trainer.fit(_RunsBackward(run, of_head=of_head), regression_data())
 
 
 @pytest.mark.parametrize("name", ["head.weight", "layers.1.outer.bias"])
-def test_a_step_that_reads_gradients_of_the_batch_before(tmp_path: Path, name: str) -> None:
+def test_a_step_that_reads_gradients_of_the_batch_before(name: str) -> None:
     def read(module: Any, *_: Any) -> None:
         assert module.get_parameter(name).grad is None
 
-    trainer = make_trainer(tmp_path, strategy="roundpipe", max_steps=2)
+    trainer = make_trainer(strategy="roundpipe", max_steps=2)
     with pytest.warns(UserWarning, match=r"reads a parameter's \.grad.*on_after_backward"):
         trainer.fit(Regressor(on_step=read), regression_data())

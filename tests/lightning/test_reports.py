@@ -45,7 +45,7 @@ class _Looking(Block):
         return super().forward(x)
 
 
-def _fit(folder: Path, *, is_terminal: bool) -> tuple[str, list[str]]:
+def _fit(*, is_terminal: bool) -> tuple[str, list[str]]:
     file = StringIO()
     console = Console(file=file, force_terminal=is_terminal, width=110)
     view, seen = LiveView(console=console), list[str]()
@@ -54,7 +54,6 @@ def _fit(folder: Path, *, is_terminal: bool) -> tuple[str, list[str]]:
         layer.__class__ = _Looking
     _Looking.view, _Looking.seen = view, seen
     trainer = make_trainer(
-        folder,
         strategy=RoundPipeStrategy(microbatching="step"),
         devices=2,
         max_steps=3,
@@ -66,8 +65,8 @@ def _fit(folder: Path, *, is_terminal: bool) -> tuple[str, list[str]]:
     return file.getvalue(), seen
 
 
-def test_lanes_speed_and_loss(tmp_path: Path) -> None:
-    shown, seen = _fit(tmp_path, is_terminal=True)
+def test_lanes_speed_and_loss() -> None:
+    shown, seen = _fit(is_terminal=True)
     assert any("runs F0.0" in text for text in seen)
     running = [text for text in seen if " runs " in text]  # others are of the run without values
     assert all("worker 0" in text and "worker 1" in text for text in running)
@@ -79,8 +78,8 @@ def test_lanes_speed_and_loss(tmp_path: Path) -> None:
     assert "host" in last
 
 
-def test_nothing_where_there_is_no_terminal(tmp_path: Path) -> None:
-    assert _fit(tmp_path, is_terminal=False) == ("", [])
+def test_nothing_where_there_is_no_terminal() -> None:
+    assert _fit(is_terminal=False) == ("", [])
 
 
 def test_the_curve_of_losses() -> None:
@@ -183,16 +182,16 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
     assert done.stdout.count("<tr>") > 10
 
 
-def _record(folder: Path, callback: PipelineTimeline, **flags: Any) -> RoundPipeStrategy:
+def _record(callback: PipelineTimeline, **flags: Any) -> RoundPipeStrategy:
     strategy = RoundPipeStrategy(replan=False)  # whether that pays depends on the machine's load
-    trainer = make_trainer(folder, strategy=strategy, devices=2, callbacks=[callback], **flags)
+    trainer = make_trainer(strategy=strategy, devices=2, callbacks=[callback], **flags)
     trainer.fit(Regressor(), regression_data(27))
     return strategy
 
 
 def test_files_and_shares(tmp_path: Path) -> None:
     callback = PipelineTimeline(tmp_path / "out")
-    strategy = _record(tmp_path, callback)
+    strategy = _record(callback)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "timeline.json",
         "timeline.svg",
@@ -222,7 +221,7 @@ def test_files_and_shares(tmp_path: Path) -> None:
 
 def test_prediction_has_the_measured_durations(tmp_path: Path) -> None:
     callback = PipelineTimeline(tmp_path, steps=[5])
-    _record(tmp_path, callback)
+    _record(callback)
     assert list(callback.measured) == [5]
     assert callback.predicted is not None
     measured = callback.measured[5]
@@ -235,7 +234,7 @@ def test_prediction_has_the_measured_durations(tmp_path: Path) -> None:
 
 
 def test_folder_of_the_logger_is_the_default(tmp_path: Path) -> None:
-    _record(tmp_path, PipelineTimeline(), logger=CSVLogger(tmp_path, version=0))
+    _record(PipelineTimeline(), logger=CSVLogger(tmp_path, version=0))
     assert (tmp_path / "lightning_logs/version_0/timeline.svg").exists()
 
 
@@ -244,9 +243,7 @@ def test_training_that_ended_early_has_a_timeline(tmp_path: Path) -> None:
         if module.current_epoch == 2:
             raise ValueError("enough")
 
-    trainer = make_trainer(
-        tmp_path, strategy="roundpipe", devices=2, callbacks=[PipelineTimeline(tmp_path)]
-    )
+    trainer = make_trainer(strategy="roundpipe", devices=2, callbacks=[PipelineTimeline(tmp_path)])
     with pytest.raises(ValueError, match="enough"):
         trainer.fit(Regressor(on_step=fail), regression_data())
     assert (tmp_path / "timeline.json").exists()
@@ -266,7 +263,7 @@ def test_steps_of_a_search_for_the_learning_rate_are_not_counted(tmp_path: Path)
     timeline = PipelineTimeline(tmp_path / "out")
     finder = Finder(num_training_steps=3, update_attr=False)
     trainer = make_trainer(
-        tmp_path, strategy="roundpipe", devices=2, callbacks=[timeline, finder], max_epochs=1
+        strategy="roundpipe", devices=2, callbacks=[timeline, finder], max_epochs=1
     )
     trainer.fit(Adjustable(), regression_data(8, batch_size=4))
     assert list(timeline.measured) == [trainer.global_step - 1]
@@ -274,7 +271,7 @@ def test_steps_of_a_search_for_the_learning_rate_are_not_counted(tmp_path: Path)
 
 def test_no_training_no_files(tmp_path: Path) -> None:
     callback = PipelineTimeline(tmp_path)
-    trainer = make_trainer(tmp_path, strategy="roundpipe", callbacks=[callback])
+    trainer = make_trainer(strategy="roundpipe", callbacks=[callback])
     trainer.validate(Regressor(), regression_data(8), verbose=False)
     assert list(tmp_path.iterdir()) == []
     assert callback.predicted_bubble_fraction is None
@@ -282,7 +279,7 @@ def test_no_training_no_files(tmp_path: Path) -> None:
 
 
 def test_other_strategies_are_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, callbacks=[PipelineTimeline(tmp_path)])
+    trainer = make_trainer(callbacks=[PipelineTimeline(tmp_path)])
     with pytest.raises(ConfigurationError, match="needs Trainer\\(strategy='roundpipe'\\)"):
         trainer.fit(Regressor(), regression_data())
 

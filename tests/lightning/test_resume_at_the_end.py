@@ -149,18 +149,18 @@ def test_saved_after_the_training_and_trained_longer(tmp_path: Path) -> None:
     assert_same_end(run, whole, Moment(tmp_path / "ended.ckpt", len(part.rows), "none"))
 
 
-def _stale(folder: Path, *, max_epochs: int, path: Path | None = None) -> tuple[Sum, Trainer]:
+def _stale(*, max_epochs: int, path: Path | None = None) -> tuple[Sum, Trainer]:
     module = Sum(RATES)
     strategy = RoundPipeStrategy(num_microbatches=2, update="async")
-    trainer = make_trainer(folder, strategy=strategy, limit_val_batches=0, max_epochs=max_epochs)
+    trainer = make_trainer(strategy=strategy, limit_val_batches=0, max_epochs=max_epochs)
     trainer.fit(module, vectors(), ckpt_path=path)
     return module, trainer
 
 
 def test_stale_updates_saved_after_the_training_and_trained_longer(tmp_path: Path) -> None:
-    _, trainer = _stale(tmp_path, max_epochs=1)
+    _, trainer = _stale(max_epochs=1)
     trainer.save_checkpoint(tmp_path / "ended.ckpt")
-    longer, _ = _stale(tmp_path, max_epochs=2, path=tmp_path / "ended.ckpt")
+    longer, _ = _stale(max_epochs=2, path=tmp_path / "ended.ckpt")
     assert longer.history == by_hand(1)[4:]
 
 
@@ -168,13 +168,13 @@ def test_stale_updates_saved_after_the_training_and_trained_longer(tmp_path: Pat
 def test_parameters_written_after_the_training_are_not_stale(
     tmp_path: Path, *, is_counted: bool
 ) -> None:
-    module, trainer = _stale(tmp_path, max_epochs=1)
+    module, trainer = _stale(max_epochs=1)
     for parameter in module.parameters():
         written = parameter.detach() if is_counted else parameter.data
         written.zero_()
     trainer.save_checkpoint(tmp_path / "other.ckpt")
     assert not torch.load(tmp_path / "other.ckpt")[CHECKPOINT_KEY][PREVIOUS_KEY]
-    longer, _ = _stale(tmp_path, max_epochs=2, path=tmp_path / "other.ckpt")
+    longer, _ = _stale(max_epochs=2, path=tmp_path / "other.ckpt")
     assert longer.history == [0.0] * 4  # zero weights have no gradient; older ones have
 
 

@@ -96,11 +96,11 @@ def shuffled() -> Any:
 
 
 def fit(
-    folder: Path, strategy: Any, module: LightningModule | None = None, **flags: Any
+    strategy: Any, module: LightningModule | None = None, **flags: Any
 ) -> tuple[LightningModule, Trainer]:
     torch.manual_seed(3)
     module = Grouped() if module is None else module
-    trainer = make_trainer(folder, strategy=strategy, **{"max_epochs": 2, **flags})
+    trainer = make_trainer(strategy=strategy, **{"max_epochs": 2, **flags})
     trainer.fit(module, shuffled(), regression_data(9))
     return module, trainer
 
@@ -172,13 +172,11 @@ class _Early:
 
 @pytest.mark.parametrize("strategy", [Overlapping, EmulatedStrategy])
 def test_blocks_stepped_during_the_backward_pass(
-    tmp_path: Path, strategy: Any, slow_updates: None, monkeypatch: pytest.MonkeyPatch
+    strategy: Any, slow_updates: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = _Early(monkeypatch)
-    expected, _ = fit(tmp_path, PlainLoop(2), max_epochs=3)
-    module, trainer = fit(
-        tmp_path, strategy(num_microbatches=2, dry_run=False), devices=2, max_epochs=3
-    )
+    expected, _ = fit(PlainLoop(2), max_epochs=3)
+    module, trainer = fit(strategy(num_microbatches=2, dry_run=False), devices=2, max_epochs=3)
     assert same_bits(module, expected)
     assert early.num_begun == trainer.global_step - 1 > 0, "in the first step it looks who reads"
     in_blocks = len([name for name, _ in module.named_parameters() if "layers" in name])
@@ -212,21 +210,17 @@ class _Saves(Callback):
         {"plugins": [RoundPipePrecision("16-mixed", scaler=_small_scaler())]},
     ],
 )
-def test_who_looks_at_all_gradients_gets_them(
-    tmp_path: Path, flags: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_looks_at_all_gradients_gets_them(flags: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     early = _Early(monkeypatch)
-    fit(tmp_path, EmulatedStrategy(num_microbatches=1, dry_run=False), max_steps=2, **flags)
+    fit(EmulatedStrategy(num_microbatches=1, dry_run=False), max_steps=2, **flags)
     assert not early.num_begun
 
 
-def test_hooks_of_parameters_get_their_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hooks_of_parameters_get_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     early, module, seen = _Early(monkeypatch), Grouped(), []
     weight = module.get_parameter("layers.1.inner.weight")
     weight.register_hook(lambda gradient: seen.append(gradient.shape))
-    fit(tmp_path, EmulatedStrategy(num_microbatches=1, dry_run=False), module, max_steps=3)
+    fit(EmulatedStrategy(num_microbatches=1, dry_run=False), module, max_steps=3)
     assert len(seen) == 3
     assert not early.num_begun
 
@@ -259,9 +253,7 @@ class _Broken(Regressor):
         return super().forward(late(self.embed(x), is_broken, *self.taken))
 
 
-def test_a_step_that_fails_half_way_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_half_way_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = threading.Event()
     take = Updater._take
 
@@ -274,7 +266,7 @@ def test_a_step_that_fails_half_way_says_so(
     monkeypatch.setattr(Updater, "_take", recording)
     module = _Broken(taken)
     with pytest.raises(ValueError, match="late in the backward pass") as caught:
-        fit(tmp_path, EmulatedStrategy(num_microbatches=1, dry_run=False), module)
+        fit(EmulatedStrategy(num_microbatches=1, dry_run=False), module)
     notes = " ".join(vars(caught.value)["__notes__"])
     assert re.search(r"\d+ parameters had been updated already when the step failed", notes)
     assert not [t for t in threading.enumerate() if t.name == "roundpipe-updates"]
@@ -290,18 +282,18 @@ def test_a_step_that_fails_half_way_says_so(
         partial(torch.optim.AdamW, fused=True),
     ],
 )
-def test_other_optimizers(tmp_path: Path, kind: Any, slow_updates: None) -> None:
+def test_other_optimizers(kind: Any, slow_updates: None) -> None:
     class Chosen(Grouped):
         pass
 
     Chosen.kind = staticmethod(kind)
     strategies = [PlainLoop(4), Overlapping(num_microbatches=4)]
-    runs = train_with(tmp_path, strategies, Chosen, shuffled(), max_epochs=2)
+    runs = train_with(strategies, Chosen, shuffled(), max_epochs=2)
     assert same_bits(*(module for module, _ in runs))
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
-def test_optimizers_of_bitsandbytes(tmp_path: Path, name: str) -> None:
+def test_optimizers_of_bitsandbytes(name: str) -> None:
     """They keep tables, and settings by the number of the parameter: they are stepped whole."""
     kind = getattr(pytest.importorskip("bitsandbytes").optim, name)
 
@@ -311,7 +303,7 @@ def test_optimizers_of_bitsandbytes(tmp_path: Path, name: str) -> None:
     Chosen.kind = staticmethod(partial(kind, min_8bit_size=64))
     assert "keeps tensors" in str(reason_not_separable(kind(Regressor().parameters(), lr=0.01)))
     strategies = [PlainLoop(2), EmulatedStrategy(num_microbatches=2)]
-    (one, _), (module, _) = train_with(tmp_path, strategies, Chosen, shuffled(), max_epochs=2)
+    (one, _), (module, _) = train_with(strategies, Chosen, shuffled(), max_epochs=2)
     assert same_bits(one, module)
     assert all(p.isfinite().all() for p in module.parameters())
 
@@ -411,16 +403,13 @@ READERS: dict[str, Callable[[list[Tensor]], Any]] = {
     "loaders that are made anew",
 )
 @pytest.mark.parametrize("name", READERS)
-def test_whoever_reads_finds_finished_parameters(
-    tmp_path: Path, name: str, slow_updates: None
-) -> None:
+def test_whoever_reads_finds_finished_parameters(name: str, slow_updates: None) -> None:
     runs = []
     for strategy in waiting_and_not():
         torch.manual_seed(3)
         seen: list[Tensor] = []
         module, data, callbacks = READERS[name](seen)
         trainer = make_trainer(
-            tmp_path,
             strategy=strategy,
             callbacks=callbacks,
             max_epochs=2,
@@ -509,27 +498,25 @@ class _Forks(Callback):
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.. may lead to deadlocks")
 @pytest.mark.parametrize("kind", [_Kept, _Averages, _Moments, _Gradients, _Copies, _Forks])
-def test_whoever_looks_finds_what_one_device_has(
-    tmp_path: Path, kind: Any, slow_updates: None
-) -> None:
+def test_whoever_looks_finds_what_one_device_has(kind: Any, slow_updates: None) -> None:
     runs = []
     for strategy in (PlainLoop(2), EmulatedStrategy(num_microbatches=2, dry_run=False)):
         seen: list[Tensor] = []
         flags: Any = {"limit_val_batches": 0, "max_epochs": 1}
-        fit(tmp_path, strategy, devices=1, callbacks=[kind(seen.extend)], **flags)
+        fit(strategy, devices=1, callbacks=[kind(seen.extend)], **flags)
         runs.append(seen)
     assert len(runs[0]) == len(runs[1]) > 0
     assert all(map(torch.equal, *runs))
 
 
-def test_a_gradient_that_is_gone_is_no_silence(tmp_path: Path) -> None:
+def test_a_gradient_that_is_gone_is_no_silence() -> None:
     class LooksLate(Callback):
         def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
             if trainer.global_step == 3:
                 _ = module.layers[0].inner.weight.grad
 
     strategy = EmulatedStrategy(num_microbatches=2, dry_run=False)
-    run = partial(fit, tmp_path, strategy, max_epochs=1)
+    run = partial(fit, strategy, max_epochs=1)
     with pytest.raises(GradientError, match=r"LooksLate.on_train_batch_end .*_sync = True"):
         run(callbacks=[LooksLate()])
     kind = type("Says", (LooksLate,), {"requires_optimizer_sync": True})
@@ -550,18 +537,18 @@ class _LooksOnce(Callback):
         (_Kept(lambda views: None), "Somebody keeps a view of a parameter"),
     ],
 )
-def test_lost_overlap_is_told_once(tmp_path: Path, callback: Any, told: str) -> None:
+def test_lost_overlap_is_told_once(callback: Any, told: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         strategy = EmulatedStrategy(num_microbatches=2, dry_run=False)
-        fit(tmp_path, strategy, callbacks=[callback], max_epochs=1)
+        fit(strategy, callbacks=[callback], max_epochs=1)
     assert len([w for w in caught if re.search(told, str(w.message))]) == 1
 
 
-def test_all_is_the_users_again_afterwards(tmp_path: Path) -> None:
+def test_all_is_the_users_again_afterwards() -> None:
     mine = [LambdaCallback()]
     strategy = EmulatedStrategy(num_microbatches=2, dry_run=False)
-    module, trainer = fit(tmp_path, strategy, callbacks=mine, max_steps=2)
+    module, trainer = fit(strategy, callbacks=mine, max_steps=2)
     assert trainer.callbacks == mine  # type: ignore[attr-defined]
     assert {type(p) for p in module.parameters()} == {nn.Parameter}
     assert {type(o.state) for o in trainer.optimizers} == {defaultdict}
@@ -590,9 +577,7 @@ def test_whose_hooks_are_to_find_gradients() -> None:
     assert not parameter_watch.needs_gradients(Regressor(), hook)
 
 
-def test_a_step_runs_while_the_next_batch_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_runs_while_the_next_batch_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = threading.Event()
     waited: list[bool] = []
 
@@ -611,7 +596,7 @@ def test_a_step_runs_while_the_next_batch_is_fetched(
 
     monkeypatch.setattr(runtime, "Updater", partial(Updater, run_unit=run))
     trainer = make_trainer(
-        tmp_path, strategy=Overlapping(num_microbatches=1), max_epochs=1, limit_val_batches=0
+        strategy=Overlapping(num_microbatches=1), max_epochs=1, limit_val_batches=0
     )
     # Lightning fetches a batch ahead where it does not know how many there are.
     loader = torch.utils.data.DataLoader(Batches(), batch_size=1)
@@ -621,7 +606,7 @@ def test_a_step_runs_while_the_next_batch_is_fetched(
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_gradients_are_dropped_when_they_have_been_used(tmp_path: Path, keeps: bool) -> None:
+def test_gradients_are_dropped_when_they_have_been_used(keeps: bool) -> None:
     in_step: list[int] = []
     after: list[int] = []
 
@@ -638,7 +623,6 @@ def test_gradients_are_dropped_when_they_have_been_used(tmp_path: Path, keeps: b
     module = Grouped(on_step=lambda *_: in_step.append(sum(p.grad is not None for p in watched)))
     watched = list(module.parameters())
     fit(
-        tmp_path,
         Overlapping(num_microbatches=1, dry_run=False),
         module,
         callbacks=[Looks()],
@@ -662,7 +646,7 @@ class _Fails(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("allowed", [2, 7])  # the latter: in the last step
-def test_an_error_in_the_updater_is_raised_once(tmp_path: Path, allowed: int) -> None:
+def test_an_error_in_the_updater_is_raised_once(allowed: int) -> None:
     class Kind(_Fails):
         pass
 
@@ -676,16 +660,14 @@ def test_an_error_in_the_updater_is_raised_once(tmp_path: Path, allowed: int) ->
             Kind.count, Kind.allowed = 0, allowed
 
     with pytest.raises(OSError, match="the disk is full") as caught:
-        fit(tmp_path, Overlapping(num_microbatches=2), Failing(), limit_val_batches=0)
+        fit(Overlapping(num_microbatches=2), Failing(), limit_val_batches=0)
     notes = vars(caught.value)["__notes__"]
     assert notes == ["This happened while Kind updated 'head.weight'."]
-    module, _ = fit(tmp_path, Overlapping(num_microbatches=2))
+    module, _ = fit(Overlapping(num_microbatches=2))
     assert all(p.isfinite().all() for p in module.parameters())
 
 
-def test_an_error_of_the_user_does_not_lose_the_last_step(
-    tmp_path: Path, slow_updates: None
-) -> None:
+def test_an_error_of_the_user_does_not_lose_the_last_step(slow_updates: None) -> None:
     def fail(view: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             raise KeyError("mine")
@@ -695,7 +677,7 @@ def test_an_error_of_the_user_does_not_lose_the_last_step(
         torch.manual_seed(3)
         modules.append(Regressor(on_step=fail))
         with pytest.raises(KeyError, match="mine"):
-            fit(tmp_path, strategy, modules[-1])
+            fit(strategy, modules[-1])
     assert same_bits(*modules)
 
 
@@ -806,7 +788,6 @@ class _InParts(Sum):
 )
 @pytest.mark.parametrize(("update", "staleness"), [("exact", 0), ("async", 1)])
 def test_staleness_by_hand(
-    tmp_path: Path,
     make: type[Sum],
     kind: type[RoundPipeStrategy],
     window: int,
@@ -816,7 +797,6 @@ def test_staleness_by_hand(
 ) -> None:
     module = make(RATES)
     trainer = make_trainer(
-        tmp_path,
         strategy=kind(num_microbatches=2, update=update),
         devices=2,
         max_epochs=2,
@@ -876,7 +856,7 @@ class _Poisoned(Regressor):
 
 
 @pytest.mark.parametrize("kind", [RoundPipeStrategy, Overlapping])
-def test_a_nan_is_named(tmp_path: Path, kind: Any) -> None:
+def test_a_nan_is_named(kind: Any) -> None:
     message = (
         r"gradient of 'layers\.2\.inner\.weight' \(block 'layers\.2'\) has 2 values of 128 that "
         r"are not finite .* in batch 3 of epoch 0\. The optimizer has not stepped"
@@ -884,18 +864,18 @@ def test_a_nan_is_named(tmp_path: Path, kind: Any) -> None:
     module = _Poisoned()
     strategy = kind(num_microbatches=2, check_gradients=True)
     with pytest.raises(GradientError, match=message):
-        fit(tmp_path, strategy, module, gradient_clip_val=0.1)
+        fit(strategy, module, gradient_clip_val=0.1)
     assert all(p.isfinite().all() for p in module.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_detection_names_it_too(tmp_path: Path) -> None:
+def test_anomaly_detection_names_it_too() -> None:
     with pytest.raises(GradientError, match=r"layers\.2\.inner\.weight"):
-        fit(tmp_path, RoundPipeStrategy(num_microbatches=2), _Poisoned(), detect_anomaly=True)
+        fit(RoundPipeStrategy(num_microbatches=2), _Poisoned(), detect_anomaly=True)
 
 
-def test_without_a_wish_a_nan_is_what_it_is_on_one_device(tmp_path: Path) -> None:
-    module, _ = fit(tmp_path, RoundPipeStrategy(num_microbatches=2), _Poisoned())
+def test_without_a_wish_a_nan_is_what_it_is_on_one_device() -> None:
+    module, _ = fit(RoundPipeStrategy(num_microbatches=2), _Poisoned())
     assert module.get_parameter("layers.2.inner.weight").isnan().any()
 
 
@@ -920,7 +900,7 @@ class _CountsCalls(torch.optim.SGD):
         return result
 
 
-def test_async_calls_the_step_of_an_optimizer_of_ones_own_once(tmp_path: Path) -> None:
+def test_async_calls_the_step_of_an_optimizer_of_ones_own_once() -> None:
     class Own(Sum):
         kind = _CountsCalls
 
@@ -928,13 +908,13 @@ def test_async_calls_the_step_of_an_optimizer_of_ones_own_once(tmp_path: Path) -
             _CALLS.clear()
 
     strategy = RoundPipeStrategy(num_microbatches=2, update="async")
-    make_trainer(tmp_path, strategy=strategy, max_epochs=1).fit(Own(RATES), vectors())
+    make_trainer(strategy=strategy, max_epochs=1).fit(Own(RATES), vectors())
     assert _CALLS == [2] * 4
 
 
-def test_async_is_refused_where_the_module_steps_itself(tmp_path: Path) -> None:
+def test_async_is_refused_where_the_module_steps_itself() -> None:
     with pytest.raises(ConfigurationError, match="update='async': _Manual sets automatic_opt"):
-        fit(tmp_path, RoundPipeStrategy(num_microbatches=1, update="async"), _Manual())
+        fit(RoundPipeStrategy(num_microbatches=1, update="async"), _Manual())
 
 
 class _Unfreezes(Callback):
@@ -956,11 +936,9 @@ class _Starts(Grouped):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
-def test_parameters_added_to_the_optimizer_later(tmp_path: Path, slow_updates: None) -> None:
+def test_parameters_added_to_the_optimizer_later(slow_updates: None) -> None:
     kinds = [PlainLoop(4), Overlapping(num_microbatches=4), EmulatedStrategy(num_microbatches=4)]
-    runs = train_with(
-        tmp_path, kinds, _Starts, shuffled(), callbacks=lambda: [_Unfreezes()], max_epochs=2
-    )
+    runs = train_with(kinds, _Starts, shuffled(), callbacks=lambda: [_Unfreezes()], max_epochs=2)
     torch.manual_seed(3)
     assert not torch.equal(runs[0][0].head.bias, _Starts().head.bias)
     assert all(same_bits(module, runs[0][0]) for module, _ in runs)
@@ -981,12 +959,9 @@ def test_the_second_copy_is_counted() -> None:
 @pytest.mark.suite("norm-0.05-2", "value-0.01-1")
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.05), ("value", 0.01)])
-def test_clipping_is_that_of_one_device(
-    tmp_path: Path, algorithm: str, limit: float, window: int
-) -> None:
+def test_clipping_is_that_of_one_device(algorithm: str, limit: float, window: int) -> None:
     kinds = (PlainLoop(2), Overlapping(num_microbatches=2), EmulatedStrategy(num_microbatches=2))
     runs = train_with(
-        tmp_path,
         kinds,
         Grouped,
         regression_data(29, shuffle=True),
@@ -1000,7 +975,7 @@ def test_clipping_is_that_of_one_device(
 
 @pytest.mark.parametrize("kind", [Overlapping, EmulatedStrategy])
 def test_norms_are_measured_while_the_backward_pass_runs(
-    tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
+    kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only those of gradients that come last, outside the blocks, are left for the end."""
     threads: Counter[str] = Counter()
@@ -1010,10 +985,10 @@ def test_norms_are_measured_while_the_backward_pass_runs(
         threads[threading.current_thread().name] += x.ndim > 0
         return norm(x, *args)
 
-    expected, _ = fit(tmp_path, PlainLoop(2), gradient_clip_val=0.05, max_steps=3)
+    expected, _ = fit(PlainLoop(2), gradient_clip_val=0.05, max_steps=3)
     monkeypatch.setattr(torch.linalg, "vector_norm", counted)
     flags: Any = {"gradient_clip_val": 0.05, "max_steps": 3, "devices": 2}
-    module, _ = fit(tmp_path, kind(num_microbatches=2, dry_run=False), **flags)
+    module, _ = fit(kind(num_microbatches=2, dry_run=False), **flags)
     assert same_bits(module, expected)
     in_blocks = len([name for name, _ in module.named_parameters() if "layers" in name])
     outside = len(list(module.parameters())) - in_blocks
@@ -1036,15 +1011,12 @@ class Scales(Grouped):
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first is skipped
 @pytest.mark.parametrize("update", ["exact", "async"])
 @pytest.mark.parametrize("strategy", [Overlapping, EmulatedStrategy])
-def test_steps_whose_gradients_overflow_are_skipped(
-    tmp_path: Path, strategy: Any, update: str
-) -> None:
+def test_steps_whose_gradients_overflow_are_skipped(strategy: Any, update: str) -> None:
     modules: list[Any] = []
     for kind in (RoundPipeStrategy, strategy):
         torch.manual_seed(3)
         scaler = torch.amp.GradScaler(device="cpu", init_scale=2.0**24, growth_interval=3)
         module, _ = fit(
-            tmp_path,
             kind(num_microbatches=2, update=update, dry_run=False),
             Scales(),
             devices=2,

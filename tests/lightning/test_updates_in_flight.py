@@ -110,7 +110,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def fit(
-    folder: Path,
     *callbacks: Callback,
     watched: Watched,
     module: LightningModule | None = None,
@@ -134,7 +133,6 @@ def fit(
             upload_dtype=upload_dtype,
         )
         trainer = make_trainer(
-            folder,
             strategy=strategy,
             devices=NUM_WORKERS,
             callbacks=list(callbacks),
@@ -160,9 +158,7 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.suite("plainly", "uploads of 16 bits, clipped")
 @pytest.mark.parametrize("name", ["plainly", "dropping out", "uploads of 16 bits, clipped"])
-def test_the_next_step_begins_before_the_backward_pass_ends(
-    tmp_path: Path, watched: Watched, name: str
-) -> None:
+def test_the_next_step_begins_before_the_backward_pass_ends(watched: Watched, name: str) -> None:
     flags = WAYS[name]
     begun, is_second = threading.Event(), threading.Event()
     order: list[str] = []
@@ -181,10 +177,10 @@ def test_the_next_step_begins_before_the_backward_pass_ends(
 
     torch.manual_seed(0)
     module = Scheduled(on_backward=on_backward, on_step=on_step, dropout=flags.get("dropout", 0.0))
-    found, trainer = fit(tmp_path, watched=watched, module=module, **flags)
+    found, trainer = fit(watched=watched, module=module, **flags)
     assert order[0] == "forward of the third step"
     assert watched.num_deferred == 5  # the first step of an engine is waited for
-    wanted, plain = fit(tmp_path, LOOKS, watched=watched, **flags)
+    wanted, plain = fit(LOOKS, watched=watched, **flags)
     assert watched.num_deferred == 5
     assert same_bits(found, wanted)
     assert trainer.logged_metrics == plain.logged_metrics
@@ -231,15 +227,13 @@ def plainly_stale(
     ("window", "name"),
     [*((1, name) for name in WAYS), (2, "plainly")],
 )
-def test_steps_are_exactly_one_update_stale(
-    tmp_path: Path, watched: Watched, window: int, name: str
-) -> None:
+def test_steps_are_exactly_one_update_stale(watched: Watched, window: int, name: str) -> None:
     flags = WAYS[name]
     given: Any = {"num_batches": 4 * window, "accumulate_grad_batches": window, **flags}
-    found, _ = fit(tmp_path, watched=watched, **given)
+    found, _ = fit(watched=watched, **given)
     assert watched.num_deferred == 3
     given.pop("upload_dtype", None)  # autocast rounds, too, where it computes
-    wanted, _ = fit(tmp_path, LOOKS, watched=watched, **given)
+    wanted, _ = fit(LOOKS, watched=watched, **given)
     assert watched.num_deferred == 3
     assert same_bits(found, wanted)
     if not {"precision", "dropout"} & flags.keys():
@@ -247,7 +241,7 @@ def test_steps_are_exactly_one_update_stale(
     assert watched.checker.num_accesses > 0
 
 
-def test_with_validation_in_between_and_a_shorter_window(tmp_path: Path, watched: Watched) -> None:
+def test_with_validation_in_between_and_a_shorter_window(watched: Watched) -> None:
     flags: Any = {
         "num_batches": 7,
         "accumulate_grad_batches": 2,
@@ -255,37 +249,35 @@ def test_with_validation_in_between_and_a_shorter_window(tmp_path: Path, watched
         "val_check_interval": 3,
         "limit_val_batches": 1,
     }
-    found, trainer = fit(tmp_path, watched=watched, **flags)
+    found, trainer = fit(watched=watched, **flags)
     assert watched.num_deferred == 3
-    wanted, plain = fit(tmp_path, LOOKS, watched=watched, **flags)
+    wanted, plain = fit(LOOKS, watched=watched, **flags)
     assert same_bits(found, wanted)
     assert trainer.callback_metrics == plain.callback_metrics
 
 
 def test_one_step_in_so_many_is_waited_for(
-    tmp_path: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime, "_MOST_OVERLAPPED", 2)
-    fit(tmp_path, watched=watched, num_batches=8)
+    fit(watched=watched, num_batches=8)
     assert watched.num_deferred == 8 - 3  # of batches 0, 3 and 6 nothing is deferred
 
 
-def test_a_tied_embedding(tmp_path: Path, watched: Watched) -> None:
+def test_a_tied_embedding(watched: Watched) -> None:
     modules = []
     for callbacks in ((), (LOOKS,)):
         torch.manual_seed(0)
         module: Any = Scheduled()
         module.layers[2].inner.weight = module.layers[1].inner.weight
         module.layers[3].outer.bias = module.embed.bias
-        modules.append(fit(tmp_path, *callbacks, watched=watched, module=module, num_batches=4)[0])
+        modules.append(fit(*callbacks, watched=watched, module=module, num_batches=4)[0])
     assert watched.num_deferred == 3
     assert same_bits(*modules)
 
 
 @pytest.mark.parametrize("step", [2, 5])
-def test_an_error_of_a_backward_pass_in_flight_is_raised(
-    tmp_path: Path, watched: Watched, step: int
-) -> None:
+def test_an_error_of_a_backward_pass_in_flight_is_raised(watched: Watched, step: int) -> None:
     num_backwards = count()  # one worker makes all backward passes of this block
 
     def on_backward() -> None:
@@ -295,12 +287,12 @@ def test_an_error_of_a_backward_pass_in_flight_is_raised(
     torch.manual_seed(0)
     module = Scheduled(on_backward=on_backward)
     with pytest.raises(ValueError, match="the backward pass has failed") as caught:
-        fit(tmp_path, watched=watched, module=module)
+        fit(watched=watched, module=module)
     assert "layers.0" in str(vars(caught.value)["__notes__"])
     assert not [t for t in threading.enumerate() if t.name == "roundpipe-updates"]
 
 
-def test_an_error_of_an_update_is_raised_once(tmp_path: Path, watched: Watched) -> None:
+def test_an_error_of_an_update_is_raised_once(watched: Watched) -> None:
     made = count()
 
     def run(unit: UpdateUnit, step: CapturedStep) -> None:
@@ -310,7 +302,7 @@ def test_an_error_of_an_update_is_raised_once(tmp_path: Path, watched: Watched) 
 
     watched.run = run
     with pytest.raises(OSError, match="the disk is full") as caught:
-        fit(tmp_path, watched=watched)
+        fit(watched=watched)
     assert vars(caught.value)["__notes__"] == ["This happened while AdamW updated 'layers.1'."]
 
 
@@ -322,7 +314,7 @@ class Halves(Callback):
         weight.data = weight.data.mul_(0.5)
 
 
-def test_what_a_hook_has_written_is_uploaded(tmp_path: Path, watched: Watched) -> None:
+def test_what_a_hook_has_written_is_uploaded(watched: Watched) -> None:
     flags: Any = {
         **NARROW,
         "num_batches": 7,
@@ -330,10 +322,10 @@ def test_what_a_hook_has_written_is_uploaded(tmp_path: Path, watched: Watched) -
         "val_check_interval": 3,
         "limit_val_batches": 1,
     }
-    found, _ = fit(tmp_path, Halves(), watched=watched, **flags)
+    found, _ = fit(Halves(), watched=watched, **flags)
     assert watched.num_deferred == 4  # after it has looked one is waited for
     flags["upload_dtype"] = None
-    wanted, _ = fit(tmp_path, Halves(), LOOKS, watched=watched, **flags)
+    wanted, _ = fit(Halves(), LOOKS, watched=watched, **flags)
     assert watched.num_deferred == 4
     assert same_bits(found, wanted)
 
@@ -346,15 +338,11 @@ class HostScheduled(Scheduled):
 
 @pytest.mark.suite("clipped")
 @pytest.mark.parametrize("flags", [NARROW, {**NARROW, **BY_NORM}], ids=["plainly", "clipped"])
-def test_an_optimizer_that_writes_what_is_uploaded(
-    tmp_path: Path, watched: Watched, flags: dict[str, Any]
-) -> None:
+def test_an_optimizer_that_writes_what_is_uploaded(watched: Watched, flags: dict[str, Any]) -> None:
     modules = []
     for callbacks in ((), (LOOKS,)):
         torch.manual_seed(0)
-        modules.append(
-            fit(tmp_path, *callbacks, watched=watched, module=HostScheduled(), **flags)[0]
-        )
+        modules.append(fit(*callbacks, watched=watched, module=HostScheduled(), **flags)[0])
         assert watched.num_deferred == 5
         flags = {**flags, "upload_dtype": None}
     assert same_bits(*modules)
@@ -366,15 +354,14 @@ def test_a_checkpoint_and_a_resume_change_no_bit(
     tmp_path: Path, watched: Watched, flags: dict[str, Any]
 ) -> None:
     saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=3, save_top_k=-1)
-    whole, _ = fit(tmp_path, saving, watched=watched, enable_checkpointing=True, **flags)
-    plain, _ = fit(tmp_path, LOOKS, watched=watched, **flags)
+    whole, _ = fit(saving, watched=watched, enable_checkpointing=True, **flags)
+    plain, _ = fit(LOOKS, watched=watched, **flags)
     assert watched.num_deferred == 4  # the one after a checkpoint is waited for
     assert same_bits(whole, plain)
     (written,) = (tmp_path / "saved").glob("*step=3.ckpt")
     torch.manual_seed(1)
     again = ModelCheckpoint(tmp_path / "again", every_n_train_steps=3, save_top_k=-1)
     resumed, _ = fit(
-        tmp_path,
         again,
         watched=watched,
         module=Scheduled(),
@@ -387,11 +374,10 @@ def test_a_checkpoint_and_a_resume_change_no_bit(
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_where_every_batch_is_waited_for(tmp_path: Path, watched: Watched) -> None:
-    fit(tmp_path, watched=watched, num_batches=3, detect_anomaly=True)
+def test_where_every_batch_is_waited_for(watched: Watched) -> None:
+    fit(watched=watched, num_batches=3, detect_anomaly=True)
     assert not watched.num_deferred
     trainer = make_trainer(
-        tmp_path,
         strategy=RoundPipeStrategy(num_microbatches=2, update="async", dry_run=False),
         devices=2,
         max_steps=3,
@@ -408,9 +394,7 @@ class _Zeroes(Scheduled):
 
 
 @pytest.mark.parametrize("requires_sync", [True, False])
-def test_gradients_that_are_zeroed_in_place(
-    tmp_path: Path, watched: Watched, requires_sync: bool
-) -> None:
+def test_gradients_that_are_zeroed_in_place(watched: Watched, requires_sync: bool) -> None:
     def run(unit: UpdateUnit, step: CapturedStep) -> None:
         time.sleep(0.01)
         step.run(unit.parameters)
@@ -419,6 +403,6 @@ def test_gradients_that_are_zeroed_in_place(
     torch.manual_seed(0)
     kind = type("Zeroes", (_Zeroes,), {**vars(_Zeroes), "requires_optimizer_sync": requires_sync})
     flags: Any = {"num_batches": 8, "accumulate_grad_batches": 2}
-    found, _ = fit(tmp_path, watched=watched, module=kind(), **flags)
+    found, _ = fit(watched=watched, module=kind(), **flags)
     assert bool(watched.num_deferred) is not requires_sync
     assert parameter_error(found, plainly_stale(4, window=2)) < 1e-4

@@ -210,25 +210,25 @@ def test_programs_that_import_pytorch_lightning_train(monkeypatch: pytest.Monkey
 # One strategy object, several Trainers -----------------------------------------------------------
 
 
-def test_strategy_object_serves_trainers_one_after_the_other(tmp_path: Path) -> None:
+def test_strategy_object_serves_trainers_one_after_the_other() -> None:
     strategy = RoundPipeStrategy(num_microbatches=2)
     for flags in ({"devices": 2}, {"devices": 3, "precision": "bf16-true"}):
         torch.manual_seed(3)
         module = Regressor()
         own, shared = copy.deepcopy(module), copy.deepcopy(module)
-        make_trainer(tmp_path, strategy=RoundPipeStrategy(num_microbatches=2), **flags).fit(
+        make_trainer(strategy=RoundPipeStrategy(num_microbatches=2), **flags).fit(
             own, regression_data()
         )
-        trainer = make_trainer(tmp_path, strategy=strategy, **flags)
+        trainer = make_trainer(strategy=strategy, **flags)
         trainer.fit(shared, regression_data())
         assert same_bits(shared, own)
         assert strategy.num_workers == flags["devices"]
         assert strategy.last_step is not None
         strategy = copy.deepcopy(strategy)  # as libraries do with the flags that they keep
-    first, second = (make_trainer(tmp_path, strategy=strategy) for _ in range(2))
+    first, second = (make_trainer(strategy=strategy) for _ in range(2))
     with pytest.raises(ConfigurationError, match="one after the other"):
         first.fit(module, regression_data())
-    module.on_step = lambda *_: make_trainer(tmp_path, strategy=strategy)
+    module.on_step = lambda *_: make_trainer(strategy=strategy)
     with pytest.raises(ConfigurationError, match="Two Trainers"):
         second.fit(module, regression_data())
 
@@ -303,10 +303,10 @@ class _Interrupted(Regressor):
 
 @pytest.mark.usefixtures("steps_of_microbatches")
 @pytest.mark.parametrize("moment", ["training_step", "before the update", "validation_step"])
-def test_start_interrupt_start_again(tmp_path: Path, notebook: Notebook, moment: str) -> None:
+def test_start_interrupt_start_again(notebook: Notebook, moment: str) -> None:
     def trainer() -> Trainer:
         strategy = RoundPipeStrategy(dry_run=False)
-        return make_trainer(tmp_path, strategy=strategy, devices=2, max_epochs=2)
+        return make_trainer(strategy=strategy, devices=2, max_epochs=2)
 
     def fit(module: Regressor, trainer: Trainer) -> None:
         module.train()  # Lightning leaves it in evaluation mode when validation is interrupted
@@ -343,9 +343,7 @@ def test_trainer_is_made_in_a_notebook_with_any_number_of_devices(notebook: Note
 
 
 @pytest.mark.parametrize(("devices", "threads"), [(1, 3), (3, 1), (4, 1)])
-def test_workers_that_take_every_core_leave_one_thread(
-    tmp_path: Path, devices: int, threads: int
-) -> None:
+def test_workers_that_take_every_core_leave_one_thread(devices: int, threads: int) -> None:
     seen: list[int] = []
 
     class Asks(Regressor):
@@ -355,7 +353,7 @@ def test_workers_that_take_every_core_leave_one_thread(
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        trainer = make_trainer(tmp_path, strategy="roundpipe", devices=devices, max_steps=1)
+        trainer = make_trainer(strategy="roundpipe", devices=devices, max_steps=1)
         trainer.fit(Asks(), regression_data())
         assert seen == [threads]
         assert torch.get_num_threads() == 3
