@@ -66,6 +66,13 @@ class ResumePoint:
         self._put_back: Callable[[], bool] | None = None
         self._latest: tuple[Trainer, Mapping[str, Any]] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the positions out: a copy of the Trainer asks for loaders of its own."""
+        return {name: value for name, value in vars(self).items() if name != "_positions"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _positions=WeakSet())
+
     def end(self) -> None:
         self._put_limits_back()
         for position in self._positions:
