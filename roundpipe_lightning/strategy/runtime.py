@@ -374,12 +374,13 @@ class PipelineRuntime:
         overlaps = trains and cut.contents is None and self._may_overlap()
         engine.forms.looks = cut.contents is not None
 
-        log_now = host_log(self._module)
+        seed = mix(torch.initial_seed(), self._batch_number)  # before a host has draws of its own
+        noted = calls[0] if hosts is None else []
         step_of = self._step_of(
             "training_step",
             arguments,
             is_one=is_one,
-            before_read=partial(log_noted, log_now, calls[0] if hosts is None else []),
+            before_read=partial(log_noted, host_log(self._module), noted),
         )
 
         def call(view: Any, part: Any, index: int) -> Any:  # in the part's thread
@@ -419,7 +420,7 @@ class PipelineRuntime:
                 loss_scales=[share * scale for share in cut.shares],
                 backward=trains,
                 joined=cut.joined,
-                step_seed=mix(torch.initial_seed(), self._batch_number),
+                step_seed=seed,
                 first_microbatch=0 if hosts is None else sum(before[: hosts.rank]),
                 thread_context=self._precision.thread_context,
                 outside=cut.outside,
@@ -439,8 +440,12 @@ class PipelineRuntime:
         if is_one and hosts is None and logged[0]:
             with logged_from(self._module, used[0]):
                 log_noted(self._module.log, logged[0])
-        size = sum(map(num_values, cut.parts))
-        present = InFlightBatch(step, planned=planned, num_values=size, backward_scale=scale)
+        present = InFlightBatch(
+            step,
+            planned=planned,
+            num_values=sum(map(num_values, cut.parts)),
+            backward_scale=scale,
+        )
         return present, known, logged, whole
 
     def _joined(self, cut: MicrobatchedBatch, known: StepOutputs, hosts: Hosts) -> GlobalBatch:
