@@ -17,7 +17,6 @@ from itertools import chain, takewhile
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.engine.device.host_memory import check_host_memory, free_host_bytes
@@ -37,11 +36,11 @@ from roundpipe_lightning.planning.search.partition import QUICK
 from roundpipe_lightning.planning.search.remedies import (
     Price,
     Remedy,
-    at_least,
     other_machines,
     upload_cost,
     verified,
 )
+from roundpipe_lightning.planning.search.request import PartitionHints
 
 _LONGEST = 2**22
 """Tokens of a sequence at which the search for the longest one stops."""
@@ -138,12 +137,14 @@ def cheapest_changes(
     Where no single change keeps all that is trained and the machine, a pair that does comes first.
     `is_measured`: activations count, too, which takes some seconds.
     """
-    singles = list(_changes(job, is_measured=is_measured))
+    may_fit = cache(partial(_may_fit, job, before=job))
+    singles = list(_changes(job, is_measured=is_measured, may_fit=may_fit))
     found = verified(singles, count=count)
     missing = count - len(found)
     if missing or not any(remedy.price < Price.TRAINABLE for remedy, _ in found):
         most = Price.MACHINE if missing else Price.DISK
-        pairs = _pairs(job, singles, alone=found, is_measured=is_measured, most=most)
+        offered = partial(_changes, is_measured=is_measured, may_fit=may_fit)
+        pairs = _pairs(job, singles, alone=found, offered=offered, most=most)
         found += verified(pairs, count=missing or 1)
     return sorted(found, key=lambda pair: pair[0].price)[:count]
 
@@ -167,19 +168,23 @@ def _pairs(
     singles: Sequence[Remedy[Change]],
     *,
     alone: Sequence[tuple[Remedy[Change], FitAnswer]],
-    is_measured: bool,
+    offered: Callable[[Job], Iterator[Remedy[Change]]],
     most: Price,
 ) -> list[Remedy[Change]]:
     """Put two changes of a price up to `most` together, neither of which is enough alone."""
     known = {remedy.change.overrides for remedy, _ in alone}
-    adapted = [remedy.change for remedy in singles if remedy.price is Price.TRAINABLE]
+    adapted = [
+        remedy.change
+        for remedy in singles
+        if remedy.price is Price.TRAINABLE <= most and remedy.change.overrides not in known
+    ]
     hopeless = {each.overrides for each in adapted if not _may_fit(each.make(), before=job)}
     found: dict[frozenset[str], Remedy[Change]] = {}
     for first in singles:
         if first.change.overrides in known or first.price >= min(most, Price.HOST_MEMORY):
             continue
         with suppress(RoundPipeError):
-            seconds = _changes(first.change.make(), is_measured=is_measured)
+            seconds = offered(first.change.make())
             for second in takewhile(lambda remedy: remedy.price <= most, seconds):
                 change = second.change
                 overrides = first.change.overrides + change.overrides
@@ -198,13 +203,13 @@ def _pairs(
     return sorted(found.values(), key=lambda remedy: remedy.price)
 
 
-def _changes(job: Job, *, is_measured: bool) -> Iterator[Remedy[Change]]:
-    """Yield what can be changed, the cheapest first."""
+def _changes(
+    job: Job, *, is_measured: bool, may_fit: Callable[[], bool]
+) -> Iterator[Remedy[Change]]:
+    """Yield what can be changed, the cheapest first; `may_fit` as `_may_fit`."""
 
     def seen(job: Job) -> TrainingJob:
         return job.training(job.microbatch_counts()[0]) if is_measured else job.first_job
-
-    may_fit = cache(partial(_may_fit, job, before=job))
 
     def hopeful(price: Price, make: Callable[[], Job]) -> TrainingJob:
         is_coarser = price < Price.TRAINABLE and not may_fit()
@@ -232,19 +237,22 @@ def _changes(job: Job, *, is_measured: bool) -> Iterator[Remedy[Change]]:
 
 
 def _may_fit(job: Job, *, before: Job) -> bool:
-    """Whether a job may fit with coarser numbers and slower storage, as `before` offers them."""
-    width, codes = 2 / before.precision.master_dtype.itemsize, 1.0
-    if before.is_adapted:
-        keeps_place = before.source.keeps_weights_in_files or not before.source.is_pretrained
-        width = codes = width / 4 if keeps_place else 0.0
+    """Whether a job may fit with coarser numbers and slower storage, as `before` offers them.
 
-    def share(block: nn.Module) -> float:
-        sizes = [(t.nbytes, t.is_floating_point()) for t in (*block.parameters(), *block.buffers())]
-        kept = sum(size * (width if is_number else codes) for size, is_number in sizes)
-        return kept / max(1, sum(size for size, _ in sizes))
-
-    least = min((share(block) for stack in job.model.stacks for block in stack.blocks), default=0.0)
-    return fits_memory(at_least(job.first_job, share=least))
+    It does not where the parameters do not fit with all of them at once and no optimizer's state.
+    """
+    is_movable = before.is_adapted and before.source.is_pretrained  # its weights can be mapped
+    if before.num_nodes > 1 or (is_movable and not before.source.keeps_weights_in_files):
+        return True
+    changes: dict[str, Any] = {}
+    for _, _, values, _ in _coarser_numbers(before):
+        changes |= values
+    try:
+        coarsest = job.with_changes(changes).first_job
+    except RoundPipeError:  # not all of them at once
+        return True
+    stateless = replace(coarsest.storage, optimizer_bytes=0.0, disk_bytes=0.0)
+    return fits_memory(replace(coarsest, hints=PartitionHints(), storage=stateless))
 
 
 _Row = tuple[Price, str, Mapping[str, Any], str]
@@ -371,13 +379,18 @@ def _less_of_the_state(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator
 
 def _more_hosts(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
     """The fewest hosts that fit: each keeps a part of what is stored of every parameter."""
-    for times in (2, 4) if fits_memory(at_least(job.first_job)) else ():
+    first, share = job.first_job, job.options.memory_share
+    for times in (2, 4):
         num, (size, rest) = times * job.num_nodes, divmod(job.batch_size, times)
         keys = {"trainer.num_nodes": num, "data.batch_size": size}
+        machine = replace(
+            first.hardware, num_nodes=num, memory_share=None if share == "auto" else share
+        )
         if rest or (job.num_microbatches or 1) > size:
             continue
-        its = job.with_changes(keys)
-        if fits_memory(its.first_job) and fits_memory(seen(its)):
+        if not fits_memory(replace(first, hardware=machine)):
+            continue
+        if fits_memory(seen(job.with_changes(keys))):
             cost = f"the same results but for rounding, on {num} such hosts"
             yield Price.HOST_MEMORY, f"nodes={num} data.batch_size={size}", keys, cost
             return

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from roundpipe_lightning.errors import RoundPipeError
 from roundpipe_lightning.planning.model.hardware import HardwareSpec, device_names, load_hardware
-from roundpipe_lightning.planning.model.work import BlockWork, ParameterStorage
+from roundpipe_lightning.planning.model.work import BlockWork
 from roundpipe_lightning.planning.search.fit import (
     FitAnswer,
     TrainingJob,
@@ -75,24 +75,6 @@ def _fitting(make_job: Callable[[], TrainingJob]) -> FitAnswer | None:
     except RoundPipeError:
         return None
     return answer if answer is not None and answer.fits else None
-
-
-def at_least(job: TrainingJob, *, share: float = 1.0) -> TrainingJob:
-    """The job with that share of its blocks' weights and nothing else: no setting needs less."""
-
-    def smaller(part: BlockWork) -> BlockWork:
-        return replace(
-            part,
-            parameter_bytes=int(part.parameter_bytes * share),
-            trainable_bytes=int(part.trainable_bytes * share),
-        )
-
-    blocks = tuple(map(smaller, job.work.blocks))
-    work = replace(
-        job.work, blocks=blocks, head=BlockWork(name="head"), tail=BlockWork(name="tail")
-    )
-    nothing = ParameterStorage(master_bytes=0.0, gradient_bytes=0.0, optimizer_bytes=0.0)
-    return replace(job, work=work, storage=nothing, hints=PartitionHints())
 
 
 def upload_cost(*, rounded: bool) -> str:
