@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -37,7 +38,11 @@ from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.worker.user_code import Outside
 from roundpipe_lightning.errors import BatchError, StepModeError
 from roundpipe_lightning.models.batches import batch_size_of, split_batch, targets_of_rows
-from roundpipe_lightning.models.work.meta_copy import objects_of_code, variables_of_code
+from roundpipe_lightning.models.work.meta_copy import (
+    is_of_user,
+    objects_of_code,
+    variables_of_code,
+)
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
 from roundpipe_lightning.strategy.options import Options
 from roundpipe_lightning.strategy.planning.dry_run import prove
@@ -301,7 +306,8 @@ def shared_contents(module: LightningModule) -> dict[Any, Any]:
         (id(holder), name, id(value)): _content(value, seen)
         for holder in (*modules, *objects_of_code(module))
         for name, value in vars(holder).items()
-        if name not in own and not isinstance(value, (*_PLAIN, Tensor))
+        if name not in own
+        if isinstance(value, _CONTAINERS) or is_of_user(sys.modules.get(type(value).__module__))
     }
     files = ((table, name) for table, name in variables_of_code(module) if "__spec__" in table)
     return found | {(id(table), name): _content(table.get(name), seen) for table, name in files}

@@ -98,7 +98,7 @@ class MetaCopy:
         self._num_objects = 0
         for kind in {type(child) for child in module.modules()}:
             for function in _code_of(kind):
-                if kind is type(module) or _is_of_user(function):
+                if kind is type(module) or is_of_user(function):
                     self._check_code(function)
         self.module = self.module_copy(module)
         self.module.__dict__.update(settings or {})
@@ -330,7 +330,7 @@ def _code_of(kind: type, *functions: types.FunctionType) -> Iterator[types.Funct
             yield function
             pending += [_method(kind, name) for name in function.__code__.co_names]
             helpers = [v for _, v in _named_in(function) if isinstance(v, types.FunctionType)]
-            pending += filter(_is_of_user, helpers)
+            pending += filter(is_of_user, helpers)
 
 
 def _named_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -341,11 +341,11 @@ def _named_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def _tables_of(function: types.FunctionType) -> Iterator[tuple[Mapping[str, Any], str]]:
     names, own = function.__code__.co_names, function.__globals__
     others = [v for v in map(own.get, names) if isinstance(v, types.ModuleType)]
-    files = [own, *(vars(file) for file in others if _is_of_user(file))]
+    files = [own, *(vars(file) for file in others if is_of_user(file))]
     return ((file, name) for file in files for name in names if name in file)
 
 
-def _is_of_user(value: Any) -> bool:
+def is_of_user(value: Any) -> bool:
     """Whether it is a function or a file of no package that is installed."""
     path = getattr(getattr(value, "__code__", None), "co_filename", None)
     if isinstance(value, types.ModuleType):
@@ -363,7 +363,7 @@ def _user_code_of(
     """Return the functions of a step that are the user's, each with a module that has it."""
     for kind, child in {type(child): child for child in module.modules()}.items():
         held = [v for v in vars(child).values() if isinstance(v, types.FunctionType)]
-        yield from ((child, f) for f in _code_of(kind, *held) if _is_of_user(f))
+        yield from ((child, f) for f in _code_of(kind, *held) if is_of_user(f))
 
 
 def objects_of_code(module: nn.Module) -> list[Any]:
@@ -374,7 +374,7 @@ def objects_of_code(module: nn.Module) -> list[Any]:
         for v in found.values()
         if hasattr(v, "__dict__")
         if not isinstance(v, types.ModuleType | Tensor | logging.Logger)
-        if not isinstance(v, type) or _is_of_user(sys.modules.get(v.__module__))
+        if not isinstance(v, type) or is_of_user(sys.modules.get(v.__module__))
     ]
 
 
