@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from inspect import signature
@@ -425,9 +426,9 @@ def _remove_run(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     here = Path.cwd()
     for parent in folder.parents:
-        if here not in parent.parents or any(parent.iterdir()):
-            return
-        parent.rmdir()
+        if here in parent.parents:
+            with suppress(OSError):  # in use, or gone: another command was refused
+                parent.rmdir()
 
 
 def _config_folder() -> Path:

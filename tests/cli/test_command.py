@@ -477,3 +477,15 @@ def test_rows_of_a_monitor(
     monkeypatch.setattr(PipelineMonitor, "figures", property(lambda _: figures))
     assert monitored_rows([PlanReport(), PipelineMonitor()]) == rows
     assert monitored_rows([PlanReport()]) == []
+
+
+def test_a_refused_run_whose_parents_another_has_removed_ends_as_it_would_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "logs" / "plan" / "runs"
+    commands._remove_run(runs / "gone")
+    (runs / "other").mkdir(parents=True)
+    (runs / "refused").mkdir()
+    commands._remove_run(runs / "refused")
+    assert [path.name for path in runs.iterdir()] == ["other"]
