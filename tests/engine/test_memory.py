@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
-from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES
@@ -94,9 +93,7 @@ class Watched(Regressor):
 
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             hidden = torch.tanh(self.linear(x)) * mask * self.scale
-            self.notes += [weakref.ref(hidden), weakref.ref(x)]
-            if tag_of(self.linear.weight) is None:  # on a device slots keep the leaves
-                self.notes.append(weakref.ref(self.linear.weight))
+            self.notes += [weakref.ref(hidden), weakref.ref(x)]  # a worker keeps leaves
             return x + hidden
 
     def __init__(self) -> None:
