@@ -66,8 +66,9 @@ def reach_options(name: str) -> dict[str, bool]:
     try:
         socket.create_connection((url.hostname, port), timeout=_ANSWERS_SECONDS).close()
     except OSError as error:
+        reason = str(error)  # who keeps records would keep the error's frames, with models in them
         _LOG.warning(
-            "The hub does not answer (%s): what its cache has of %s is taken.", error, name
+            "The hub does not answer (%s): what its cache has of %s is taken.", reason, name
         )
         return {"local_files_only": True}
     return {}
