@@ -155,8 +155,6 @@ class PipelineMonitor(Listening):
         total.update(self._window)
         return figures_of(total)
 
-    # --- when things happen -----------------------------------------------------------------------
-
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Begin anew: an earlier fit says nothing."""
         self._forget()
@@ -236,8 +234,6 @@ class PipelineMonitor(Listening):
             return False
         return self._every_n_steps is not None or now >= self._rests_until
 
-    # --- measuring --------------------------------------------------------------------------------
-
     def _take(self, record: StepRecord) -> None:
         """Take what the pipeline did: for the batch in flight, else for the present one."""
         before, self._record = self._record, record
@@ -276,8 +272,6 @@ class PipelineMonitor(Listening):
             record=record,
             before=before,
         )
-
-    # --- logging ----------------------------------------------------------------------------------
 
     def _log(self, pl_module: LightningModule) -> None:
         figures = figures_of(self._window)

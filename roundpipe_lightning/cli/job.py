@@ -104,8 +104,6 @@ class Job:
             self.strategy.precision_plugin = RoundPipePrecision(name)
         self._check()
 
-    # --- words that are filled in ----------------------------------------------------------------
-
     def _choose_accelerator(self, spec: HardwareSpec | None) -> bool:
         """Set `trainer.accelerator` where a machine is named; return whether CPUs compute."""
         trainer = self.config.trainer
@@ -224,8 +222,6 @@ class Job:
         strategy: RoundPipeStrategy = make(hardware=self.hardware)
         return strategy
 
-    # --- what is trained -------------------------------------------------------------------------
-
     @property
     def options(self) -> Options:
         assert self.strategy is not None
@@ -316,8 +312,6 @@ class Job:
                 "(max_position_embeddings). Lower data.seq_len, choose another model, or raise "
                 "model.architecture.max_position_embeddings."
             )
-
-    # --- without values --------------------------------------------------------------------------
 
     @cached_property
     def planner(self) -> StepPlanner:

@@ -387,9 +387,6 @@ def _from_json(value: Any) -> Any:
     return value
 
 
-# --- the forms ------------------------------------------------------------------------------------
-
-
 def _speaks(record: Record) -> str:
     """Whether the turns of `conversations` are ShareGPT's or have roles."""
     turns = _from_json(record.fields["conversations"])

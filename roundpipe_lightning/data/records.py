@@ -199,9 +199,6 @@ def _hub_records(part: str) -> Iterator[Record]:
         ) from error
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
 def _suffix(path: Path) -> str:
     """What kind of file it is, however it is compressed."""
     name = path.name.lower()

@@ -47,9 +47,6 @@ def place_of_device(device: torch.device | str | None) -> str | None:
     return f"emulated:{device.index}"
 
 
-# --- operations -----------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True, slots=True)
 class Operand:
     """A tensor argument of an operation and where it is."""

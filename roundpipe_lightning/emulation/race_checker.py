@@ -78,8 +78,6 @@ class ProtocolChecker:
         self._num_new = 0
         self.num_accesses = 0
 
-    # ----------------------------------------------------------------------------------- order
-
     def begin(self, line: str, after: Sequence[Stamp] = ()) -> None:
         """Begin a line's next piece of work, now launched by the host, after what it waits for."""
         with self._mutex:
@@ -100,8 +98,6 @@ class ProtocolChecker:
 
     def _clock(self, line: str) -> dict[str, int]:
         return self._clocks.setdefault(line, {})
-
-    # ---------------------------------------------------------------------------------- memory
 
     def name(self, tensor: Tensor, name: str) -> None:
         with self._mutex:

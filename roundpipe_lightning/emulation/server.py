@@ -281,8 +281,6 @@ class ServedDevice(EmulatedDevice):
         if autograd is not None:
             autograd.shutdown()
 
-    # ----------------------------------------------------------------------------- user's tensors
-
     def download(self, tensor: Tensor) -> Tensor:
         """Copy to the host, and wait for that; part of the compute queue."""
         if self.server.tags and tag_of(tensor) is None:
@@ -293,8 +291,6 @@ class ServedDevice(EmulatedDevice):
 
     def holds(self, tensor: Tensor) -> bool:
         return super().holds(tensor) if self.server.tags else True
-
-    # ---------------------------------------------------------------------------------- transfers
 
     def allocate(self, num_bytes: int) -> Tensor:
         raw = torch.empty(num_bytes, dtype=torch.uint8)
@@ -400,8 +396,6 @@ class ServedDevice(EmulatedDevice):
 
     def unpin(self, buffer: Tensor) -> None:
         self.server.page_locked.pop(buffer.data_ptr(), None)
-
-    # ------------------------------------------------------------------------------------ compute
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:

@@ -204,9 +204,6 @@ def tagged_mode() -> Iterator[None]:
         yield
 
 
-# --- transfers -----------------------------------------------------------------------------------
-
-
 def _placed(tensor: torch.Tensor, device_name: str | None) -> torch.Tensor:
     raw = tensor._raw if isinstance(tensor, TaggedTensor) else tensor.detach()
     copy = raw.clone()
@@ -226,9 +223,6 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return move(gradient, ctx.source), None
-
-
-# --- operations -----------------------------------------------------------------------------------
 
 
 def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,9 +298,6 @@ def _check_shapes(func: Any, operands: list[Operand]) -> None:
             raise DeviceMismatchError(
                 f"{func} cannot resize {operand}: give it a tensor of the result's shape"
             )
-
-
-# --- public calls that C++ answers by itself ------------------------------------------------------
 
 
 def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -411,9 +402,6 @@ _SPECIAL_FUNCTIONS: Mapping[Any, _Special] = {
     torch.Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr]
     torch.Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]
 }
-
-
-# --- factories ------------------------------------------------------------------------------------
 
 
 class _FactoryDispatch(TorchDispatchMode):

@@ -134,8 +134,6 @@ class Engine:
                 "a new plan (plan='auto'), or set Trainer(devices=...) to the plan's number."
             )
 
-    # ------------------------------------------------------------------------------- life cycle
-
     def __enter__(self) -> Engine:
         with ExitStack() as resources:  # gives back what there is if the rest fails
             self.store = store = HostStore(
@@ -197,8 +195,6 @@ class Engine:
         self.chain, self._plan = chain, plan
         self._plans.clear()
         self._next_worker = 0
-
-    # ------------------------------------------------------------------------------------- steps
 
     def begin_step(
         self,

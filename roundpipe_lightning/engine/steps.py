@@ -146,8 +146,6 @@ class Step:
     def is_over(self) -> bool:
         return self._result is not None
 
-    # ---------------------------------------------------------------------- used by StepsInFlight
-
     def start(self, team: ThreadTeam, *, on_failure: Callable[[], None]) -> None:
         """Start the microbatches; `on_failure` is called in the thread of one that has failed."""
 
@@ -275,8 +273,6 @@ class StepsInFlight:
     def last_turns(self) -> Turns | None:
         return self._steps[-1].context.turns if self._steps else None
 
-    # ------------------------------------------------------------------------------- the beginning
-
     def wait_for_capacity(self, stage_runs: Sequence[WorkerRuns]) -> None:
         """End steps until another one, with these stage_runs, can begin."""
         if len(self._steps) == _MOST_IN_FLIGHT:
@@ -323,8 +319,6 @@ class StepsInFlight:
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         self._teams.remove(team)
         team.close(timeout_seconds=seconds)
-
-    # ------------------------------------------------------------------------------------- waiting
 
     def await_outputs(self, step: Step) -> None:
         """Wait for what a step's user code returns, and for the end of earlier steps."""
@@ -375,8 +369,6 @@ class StepsInFlight:
         else:
             self.transfers.end_first()
         step.end(self.transfers.traffic)
-
-    # ------------------------------------------------------------------------------------ failures
 
     @property
     def _has_failed(self) -> bool:

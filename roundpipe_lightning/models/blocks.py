@@ -70,9 +70,6 @@ def find_stacks(module: nn.Module, names: Sequence[str] | None) -> tuple[BlockSt
     return tuple(stacks)
 
 
-# --- finding --------------------------------------------------------------------------------------
-
-
 def _largest_list(module: nn.Module) -> BlockStack | None:
     largest = max(_lists(module), key=lambda pair: _repeated_bytes(pair[1]), default=None)
     if largest is None or not _repeated_bytes(largest[1]):
@@ -139,9 +136,6 @@ def _list_as_stack(name: str, blocks: nn.Module) -> BlockStack:
             "or leave blocks=None to have it found."
         )
     return BlockStack(name=name, blocks=tuple(children.values()), names=tuple(children))
-
-
-# --- naming ---------------------------------------------------------------------------------------
 
 
 def _child(module: nn.Module, name: str) -> nn.Module:

@@ -172,9 +172,6 @@ def _without_adapters(model: Any, *, merge: bool) -> PreTrainedModel:
     return cast("PreTrainedModel", model.get_base_model())
 
 
-# --- what is written ------------------------------------------------------------------------------
-
-
 def _write_model(model: PreTrainedModel, folder: Path, *, options: ExportOptions) -> None:
     from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.torch import save_file
@@ -263,9 +260,6 @@ def _add_tokenizer(model: Any, folder: Path, *, tokenizer: Any) -> None:
         )
         if found is not None and not (folder / file).exists():
             shutil.copyfile(found, folder / file)
-
-
-# --- where it is written --------------------------------------------------------------------------
 
 
 def check_replaceable(folder: Path, *, overwrite: bool) -> None:

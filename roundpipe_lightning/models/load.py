@@ -145,9 +145,6 @@ def _load_generation_config(
         ) from error
 
 
-# --- whether the tensors are the model's ----------------------------------------------------------
-
-
 def _check_match(
     skeleton: PreTrainedModel,
     tensors: Mapping[str, Any],

@@ -167,9 +167,6 @@ def check_exported(file: Path) -> None:
         )
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
 class _TensorSlice:
     """A tensor in a safetensors file, read when it is asked for; `opened` says what `mapped` is."""
 
@@ -295,9 +292,6 @@ def _damaged(file: Path, error: Exception | str) -> ModelSourceError:
     )
 
 
-# --- weights that stay in files -------------------------------------------------------------------
-
-
 class UnmappedWeightsWarning(UserWarning):
     """Weights that were to stay on disk are in memory, because their file holds them otherwise."""
 
@@ -388,8 +382,6 @@ def _excuse_missing(module: nn.Module, incompatible: Any) -> None:
     missing = incompatible.missing_keys
     missing[:] = [key for key in missing if not is_ours(key)]
 
-
-# --- the hub -------------------------------------------------------------------------------------
 
 _ERRORS: Any = (*HfHubHTTPError.__bases__, HFValidationError, LocalTokenNotFoundError)
 """`OSError` and errors of the hub's HTTP client, which is another one in each of its versions."""

@@ -133,9 +133,6 @@ def _method(config: PeftConfig) -> str:
     return str(getattr(config.peft_type, "value", config.peft_type)).lower()
 
 
-# --- the names of what is adapted ----------------------------------------------------------------
-
-
 def _check_targets(model: nn.Module, config: PeftConfig) -> None:
     modules = [name for name, _ in model.named_modules() if name]
     adaptable = [name for name, m in model.named_modules() if m._parameters]  # noqa: SLF001
@@ -187,9 +184,6 @@ def _quiet() -> Iterator[None]:
         # peft 0.21 reads a property that transformers 5.23 has renamed
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
         yield
-
-
-# --- saved adapters ------------------------------------------------------------------------------
 
 
 def _load_adapter(model: PreTrainedModel, source: str, *, method: str) -> PeftModel:

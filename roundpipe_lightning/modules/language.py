@@ -266,9 +266,6 @@ class VisionLanguageModule(CausalLanguageModule):
         return super().build_model(replace(source, head=Head.IMAGE_TEXT_TO_TEXT))
 
 
-# --- several documents in one row -----------------------------------------------------------------
-
-
 def runs_flash_attention(model: Any) -> bool:
     return "flash" in str(getattr(model.config, "_attn_implementation", ""))
 

@@ -130,8 +130,6 @@ class HostAdamW(Optimizer):
         }
         super().__init__(params, defaults)
 
-    # -------------------------------------------------------------------------------- parameters
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own where given; raises as the class does."""
         super().add_param_group(param_group)
@@ -183,8 +181,6 @@ class HostAdamW(Optimizer):
             fields = [self._moments.fields(parameter) for parameter in trained]
             for parameter, tensors in zip(trained, files.allocate(fields), strict=True):
                 self.state[parameter].update(step=_zero(), **tensors)
-
-    # -------------------------------------------------------------------------------------- step
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -269,8 +265,6 @@ class HostAdamW(Optimizer):
     def close(self) -> None:
         self._kernel.close()
 
-    # ------------------------------------------------------------------------------ checkpoints
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of `torch.optim.AdamW`.
 
@@ -326,8 +320,6 @@ class HostAdamW(Optimizer):
     @property
     def kernel(self) -> str:
         return "native" if self._kernel.is_native else "torch"
-
-    # ----------------------------------------------------------------------------------- planner
 
     @property
     def state_place(self) -> StatePlace:

@@ -186,9 +186,6 @@ def _state_of(task: Task) -> Iterator[Tensor]:
                 yield vector[piece.start // BLOCK : num_blocks(piece.stop)]
 
 
-# --- threads ------------------------------------------------------------------------------------
-
-
 def usable_processors() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))

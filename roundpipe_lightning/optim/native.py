@@ -206,8 +206,7 @@ def _array(tensor: Tensor) -> Any:
     return (tensor.view(torch.uint16) if tensor.dtype in _NARROW else tensor).numpy()
 
 
-# ------------------------------------------------------------- instructions that numba has not got
-
+# Instructions that numba has not got.
 Code = TypeVar("Code", bound=Callable[..., Any])
 _FLOAT, _HALF, _INT16, _INT32 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
 
@@ -266,8 +265,6 @@ _float16_bits = _instruction(
     lambda builder, x: builder.bitcast(builder.fptrunc(x, _HALF), _INT16),
 )
 
-# ----------------------------------------------------------------------- numbers as they are kept
-
 # numba computes with wider numbers where a result is not made narrow again.
 _uint32, _uint16, _float32 = np.uint32, np.uint16, np.float32
 _CUT, _QUIET, _UP, _ONE, _NONE = map(np.uint32, (CUT_BITS, 1 << 22, 0x7FFF, 1, 0))
@@ -317,8 +314,6 @@ def _to_bfloat16_at_random(number: Any, noise: Any) -> Any:
 
 READERS = {torch.float32: _same, torch.bfloat16: _from_bfloat16, torch.float16: _from_float16}
 _WRITERS = {torch.float32: _to_float32, torch.bfloat16: _to_bfloat16, torch.float16: _to_float16}
-
-# --------------------------------------------------------------------------------------- the step
 
 
 def factors_of(settings: Settings, step: float) -> tuple[Any, ...]:

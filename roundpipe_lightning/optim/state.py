@@ -221,9 +221,6 @@ def check_options(group: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"betas={betas!r}: give two numbers from 0 to below 1.")
 
 
-# --- a step with torch's operations ------------------------------------------------------------
-
-
 def step_with_torch(
     task: Task, *, moments: tuple[Moment, Moment], stochastic_rounding: bool
 ) -> None:
@@ -336,9 +333,6 @@ def cut_into_tasks(parameters: Sequence[FlatParameter], *, size: int) -> Iterato
             filled += weight
     if group:
         yield tuple(group)
-
-
-# ------------------------------------------------------------------------------- order in memory
 
 
 def dense_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

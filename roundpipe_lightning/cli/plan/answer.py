@@ -71,8 +71,6 @@ def longest_seq_len(job: Job, *, too_long: int = _LONGEST + _MULTIPLE) -> int:
     return _MULTIPLE * longest_that_fits(shortage, too_long=-(-too_long // _MULTIPLE))
 
 
-# --- the bottleneck ---------------------------------------------------------------------------
-
 _RESOURCES = {
     "matrix products and attention": ("matrix_rates",),
     "device memory bandwidth": ("memory_bytes_per_second",),
@@ -115,9 +113,6 @@ def _twice_as_fast(hardware: HardwareSpec, figures: Sequence[str]) -> HardwareSp
 
     doubled = {name: twice(getattr(hardware, name)) for name in figures}
     return dataclasses.replace(hardware, **doubled)  # type: ignore[arg-type]
-
-
-# --- what makes it fit ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,9 +423,6 @@ def _host_adamw(job: Job) -> dict[str, Any] | None:
 def _overrides(keys: Mapping[str, Any]) -> str:
     words = {"True": "true", "None": "null"}
     return " ".join(f"{key}={words.get(str(v), v)}" for key, v in keys.items())
-
-
-# --- before training ------------------------------------------------------------------------------
 
 
 def check_memory(job: Job) -> None:

@@ -96,8 +96,6 @@ class PlanOutput:
             job=answer.job, plan=answer.planned.plan, prediction=answer.prediction
         )
 
-    # --- for programs -----------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values; bytes, seconds and shares from 0 to 1."""
         answer, asked = self.answer, self.job
@@ -171,8 +169,6 @@ class PlanOutput:
             if need.missing_bytes
         )
         return f"{self.answer.reason_no_plan} {lacks}".strip()
-
-    # --- the page --------------------------------------------------------------------------------
 
     def to_text(self) -> str:
         lines = self._job_lines()

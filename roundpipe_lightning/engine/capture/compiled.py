@@ -41,8 +41,6 @@ class BlockCompiler:
     def num_kinds(self) -> int:
         return len(self._kinds)
 
-    # ------------------------------------------------------------------------- what is found out
-
     def exclude(self, name: str, reason: str) -> None:
         with self._lock:
             self.left_as_they_are.setdefault(name, reason)
@@ -68,8 +66,6 @@ class BlockCompiler:
         self._known = bool(state["known"])
         self.left_as_they_are = dict(state["left"])
         self._drawing = set(state["drawing"])
-
-    # ----------------------------------------------------------------------------------- running
 
     def stand_in(
         self,

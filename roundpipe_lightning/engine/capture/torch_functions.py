@@ -193,9 +193,6 @@ class _Again(AbstractContextManager[None]):
         self._stack.away = self._back
 
 
-# --- autocast and context variables, which belong to a thread -------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Autocast:
     """The state of autocast for a type of device."""
@@ -262,8 +259,6 @@ def without_autocast() -> AbstractContextManager[Any]:
         return nullcontext()
     return autocast_as([replace(state, enabled=False) for state in autocast_now()])
 
-
-# --- weights that were rounded --------------------------------------------------------------------
 
 #: Functions that autocast runs with rounded operands, on every kind of device.
 _ROUND = frozenset(

@@ -95,8 +95,6 @@ class BackwardPass:
                 if isinstance(source, Tensor) and source.requires_grad:
                     yield source
 
-    # -------------------------------------------------------------------------------- segments
-
     def _run_segment(self, number: int) -> None:
         segment = self._segments[number]
         roots: list[tuple[Tensor, Tensor]] = []
@@ -122,8 +120,6 @@ class BackwardPass:
         if isinstance(source, Value):
             return source.here if source.segment == number else None
         return source if self._segments.made_in(source) == number else None
-
-    # ---------------------------------------------------------------------------------- groups
 
     def _groups(self, start: int, stop: int) -> Iterator[list[BlockCall]]:
         """The groups of a range of calls, the last one first."""

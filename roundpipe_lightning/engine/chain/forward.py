@@ -92,8 +92,6 @@ class ForwardPass:
         self._live: list[Value] = []  # values that may be on the present worker
         self._posted: PostedCall | None = None  # the call that is made, if all pieces make it
 
-    # ----------------------------------------------------------------------------------- calls
-
     def call_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block that the user's code has called, and return the code's result.
 
@@ -227,8 +225,6 @@ class ForwardPass:
         if self.segments.last.is_closed:
             self.segments.open_next()
 
-    # ----------------------------------------------------------------------------------- turns
-
     def go_to_fused_stage(self) -> None:
         while self.turns.in_forward_stage:
             self.leave_turn()
@@ -275,8 +271,6 @@ class ForwardPass:
         self._live.clear()
         self._here.clear()
 
-    # ---------------------------------------------------------------------------------- values
-
     def _keep_values(self) -> None:
         """Put on its way what later turns, a recompute or the user's code may take."""
         for value in self._live:
@@ -302,8 +296,6 @@ class ForwardPass:
             for value in call.values:
                 if value not in needed and not value.is_held:
                     value.forget_host()
-
-    # --------------------------------------------------------------------------- running blocks
 
     def _run_forward(self, call: BlockCall, given: Given) -> Outcome:
         leaves = self._here if call.segment is None else self.segments.last.leaves
@@ -406,8 +398,6 @@ class ForwardPass:
             if compiler is not None:
                 compiler.exclude(call.name, f"it writes an attribute ({attribute})")
         return outcome
-
-    # -------------------------------------------------------------------------------- the whole
 
     def boundary_bytes(self) -> int:
         """Bytes of the values on the host, and of what recomputes do not run again."""

@@ -64,9 +64,6 @@ def piece_sizes(num_rows: int, num_pieces: int) -> tuple[int, ...]:
     return tuple(each + (index < more) for index in range(num_pieces))
 
 
-# ------------------------------------------------------------------------ what the pieces are told
-
-
 class Cut(Reference):
     """Stands for a tensor of user code in a posted call: every piece takes its part."""
 
@@ -168,9 +165,6 @@ class PieceBoard:
                     raise StepAborted
         if self._turns.is_aborted:
             raise StepAborted
-
-
-# -------------------------------------------------------------------------------------- the values
 
 
 class Shadow(NamedTuple):

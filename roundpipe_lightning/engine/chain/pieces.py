@@ -185,8 +185,6 @@ class DriverForward(ForwardPass):
         self.user.before_write = self._let_pieces_end
         self._thread_id = threading.get_ident()
 
-    # ------------------------------------------------------------------------------- before a call
-
     def _prepare(self, block: nn.Module, given: Given, position: int | None) -> int | None:
         self._sources, self._posted = {}, None
         if self.board.num_pieces == 1 and not self._forms.looks:
@@ -362,8 +360,6 @@ class DriverForward(ForwardPass):
                 return None
             sizes = own
         return sizes
-
-    # ------------------------------------------------------------------------------ after the call
 
     def _handed_out(self, call: BlockCall, outcome: Outcome) -> Any:
         posted = self._posted

@@ -88,8 +88,6 @@ class Segments:
             return False
         return tensor.grad_fn._sequence_nr() < self.last.first_node  # noqa: SLF001
 
-    # ----------------------------------------------------------------------- what user code takes
-
     def materialize(self, value: Value) -> Tensor:
         """Return the tensor that the user's code computes with in place of a value.
 

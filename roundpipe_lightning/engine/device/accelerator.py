@@ -241,8 +241,6 @@ class AcceleratorDevice(Device):
             tensor.dim() == 0 and tensor.device.type == "cpu"
         )
 
-    # ------------------------------------------------------------------------------- transfers
-
     def close(self) -> None:
         with self._lock:
             completions, self._completions = self._completions, {}
@@ -335,8 +333,6 @@ class AcceleratorDevice(Device):
             return DoneEvent(name)  # what is launched after it runs after it, copies too
         with self._current():
             return self._recorded(None, name)
-
-    # --------------------------------------------------------------------------------- compute
 
     def activate(self) -> contextlib.AbstractContextManager[Any]:
         return _on(self._compute) if self.runtime.has_streams else self._current()

@@ -118,8 +118,6 @@ class Device(ABC):
         done.when_done(kept.clear)
         return there
 
-    # ------------------------------------------------------------------------------- transfers
-
     def close(self) -> None:
         """Give back threads and streams. The device can be used again."""
 
@@ -174,8 +172,6 @@ class Device(ABC):
 
     def has_spare_memory(self) -> bool:
         return True
-
-    # --------------------------------------------------------------------------------- compute
 
     def activate(self) -> contextlib.AbstractContextManager[Any]:
         """Make this the device on which the calling thread launches its work."""

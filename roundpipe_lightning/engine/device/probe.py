@@ -102,9 +102,6 @@ def available_bytes(device: torch.device) -> int:
     return max(0, int((1 - _LEFT_TO_ALLOCATOR) * (most - allocated)))
 
 
-# --- the machine --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Machine:
     """The devices that are measured."""
@@ -203,9 +200,6 @@ def _name(device: torch.device) -> str:
     return device.type if properties is None else getattr(properties(device), "name", device.type)
 
 
-# --- measurements -------------------------------------------------------------------------------
-
-
 def _seconds(work: Callable[[], object], devices: Sequence[torch.device]) -> float:
     """Time of one run of some work: the average over as many as take long enough."""
     work()
@@ -274,9 +268,6 @@ def _transfer_rate(devices: Sequence[torch.device], *, upload: bool) -> float:
             target.copy_(source, non_blocking=True)
 
     return len(devices) * _COPY_BYTES / _seconds(work, devices)
-
-
-# --- what was measured before -------------------------------------------------------------------
 
 
 def _read(path: Path) -> HardwareSpec | None:

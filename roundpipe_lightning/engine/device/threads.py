@@ -152,9 +152,6 @@ def divided_intra_op_threads(*, num_workers: int) -> Iterator[int]:
             torch.set_num_threads(total)
 
 
-# --------------------------------------------------------- notes: where in a step an error happened
-
-
 def add_note(error: BaseException, note: str) -> None:
     noted: Any = error
     noted.__notes__ = [*getattr(error, "__notes__", []), note]

@@ -217,8 +217,6 @@ class HostStore:
                 if self._pinned_by is not None and flat.kept is not None:
                     self._pinned_by.pin(flat.kept)
 
-    # ---------------------------------------------------------------------------- 16-bit copies
-
     def renew_copies(self) -> None:
         """Cast what has changed since it was cast, but for what the optimizer is at.
 
@@ -276,8 +274,6 @@ class HostStore:
         self._num_rewrites += 1
         self.rewritten[parameter] = self._num_rewrites
         return True
-
-    # ------------------------------------------------------------------------------------ values
 
     def updates_of(self, parameters: Iterable[nn.Parameter]) -> list[HostEvent]:
         """Return the events to wait for before parameters are read: those of the optimizer.

@@ -170,8 +170,6 @@ class WeightPrefetcher:
         self._was_given_up = False
         self._lock = threading.RLock()
 
-    # --------------------------------------------------------------------------------- the memory
-
     def prepare(
         self, runs: Iterable[StageRun], *, num_slots: int, resident: Sequence[nn.Module] = ()
     ) -> None:
@@ -221,8 +219,6 @@ class WeightPrefetcher:
             memory.clear()
         self._slots.clear()
         self._residents.clear()
-
-    # -------------------------------------------------------------------------------------- steps
 
     def begin_step(self, runs: Sequence[StageRun], *, is_planned: bool = True) -> None:
         """Begin the uploads of a step's first run.
@@ -303,8 +299,6 @@ class WeightPrefetcher:
                 resident.forget()
             self._outside.clear()
 
-    # --------------------------------------------------------------------------------- stage runs
-
     def acquire(self, stage: Stage, blocks: Sequence[nn.Module]) -> StageWeights:
         """Return the weights of the stage run that computes now, and upload what is missing."""
         with self._lock:
@@ -376,8 +370,6 @@ class WeightPrefetcher:
                 slot.grow(end)
             self._regions[run, number] = regions
         return StageWeights(run=run, regions=self._regions[run, number], versions=versions)
-
-    # ------------------------------------------------------------------------------------ uploads
 
     def _upload(
         self, weights: StageWeights, blocks: Iterable[nn.Module], priority: Priority

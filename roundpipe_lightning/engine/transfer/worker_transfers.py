@@ -119,8 +119,6 @@ class WorkerTransfers:
         self._ended: dict[object, list[tuple[WaitedFor, Any, Any]]] = {}  # by their steps
         self._before = (0, 0, 0)
 
-    # ----------------------------------------------------------------------------------- a step
-
     def begin_step(self, step: WorkerRuns, *, is_planned: bool = True) -> None:
         """Make room, and begin the uploads of the first stage run; see `WeightPrefetcher`."""
         if self._prepared != (step, self.layouts.version):
@@ -169,8 +167,6 @@ class WorkerTransfers:
     @property
     def num_bytes(self) -> int:
         return self.weights.num_bytes + self.gradients.num_bytes
-
-    # ------------------------------------------------------------------------------ the end of it
 
     def drain(self, timeout_seconds: float) -> bool:
         end = monotonic() + timeout_seconds

@@ -262,8 +262,6 @@ class MicrobatchTurns:
             f"microbatch {self.index}, {self.worker}"
         )
 
-    # -------------------------------------------------------------------------------- begin and end
-
     def enter(self) -> None:
         """Wait for the turn, unless it is had already; StepAborted if the step has failed."""
         if self._activation is not None:

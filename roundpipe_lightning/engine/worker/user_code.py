@@ -127,8 +127,6 @@ class UserCode(TorchFunctionMode):
             parameter=self._leaf, buffer=self._buffer, classes=self.classes, write=self.writes.note
         )
 
-    # ------------------------------------------------------------------------------------ views
-
     def open_view(self, blocks: Iterable[nn.Module], *, called: Called) -> nn.Module:
         """Make the view of the module, in which blocks are proxies that call `called`."""
         self.maker.add_later(
@@ -279,8 +277,6 @@ class UserCode(TorchFunctionMode):
         self.stream = self.cut = self.check_gradient = None
         del self.worker, self._rounded, self.before_write, self._parameter_writes
         del self.check_backward
-
-    # ----------------------------------------------------------------------------------- places
 
     def owner_of(self, tensor: Tensor) -> Device:
         """Return the device that holds a tensor, the present worker's if several do."""

@@ -246,9 +246,6 @@ class _Values(torch.autograd.Function):
         return gradient
 
 
-# --- where it begins ------------------------------------------------------------------------------
-
-
 class FusedLosses:
     """Counts of losses without logits, and of what logits were made for; several threads count."""
 

@@ -126,9 +126,6 @@ def linear_cross_entropy(  # noqa: PLR0913 - all but three keyword-only
     return loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
 
 
-# --- checks ---------------------------------------------------------------------------------------
-
-
 def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None) -> None:
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[-1]:
         raise ConfigurationError(
@@ -192,9 +189,6 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-# --- autograd -------------------------------------------------------------------------------------
-
-
 class _Loss(torch.autograd.Function):
     """The losses of all tokens, or their sum.
 
@@ -246,9 +240,6 @@ def _refuse_second_derivative() -> None:
             "create_graph=True. Use torch.nn.functional.cross_entropy on the logits; under the "
             "strategy, RoundPipeStrategy(loss='eager')."
         )
-
-
-# --- one pass over chunks of tokens ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

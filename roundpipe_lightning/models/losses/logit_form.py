@@ -86,9 +86,6 @@ class LogitForm:
         return loss.to(dtype)
 
 
-# --- what keeps the logits unmade -----------------------------------------------------------------
-
-
 def form_after(
     form: LogitForm, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> LogitForm | None:
@@ -259,9 +256,6 @@ _RULES: Mapping[str, Callable[..., LogitForm | None]] = {
     "swapaxes": _transpose,
     "permute": _permute,
 }
-
-
-# --- what takes the logits ------------------------------------------------------------------------
 
 
 def loss_of_form(

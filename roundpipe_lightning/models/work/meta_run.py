@@ -333,9 +333,6 @@ def _closure(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-# --- how the code runs ----------------------------------------------------------------------------
-
-
 class _Autocast(torch.autocast):
     """Autocast that takes the meta device, too, where it changes nothing.
 
@@ -344,9 +341,6 @@ class _Autocast(torch.autocast):
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
-
-
-# --- tensors --------------------------------------------------------------------------------------
 
 
 def _hidden(args: Any, kwargs: Any) -> Tensor:

@@ -269,9 +269,6 @@ def _grouped_product(
     return first.new_empty((*first.shape[:-1], second.shape[-1]))
 
 
-# --- attention ------------------------------------------------------------------------------------
-
-
 class FusedAttention(TorchFunctionMode):
     """Turns `scaled_dot_product_attention` into the fused kernel's operation."""
 

@@ -198,9 +198,6 @@ def step_profile(
     return _with_boundaries_of(work, module, compute_dtype)
 
 
-# --- from runs to a profile -----------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Fit:
     """Runs to read amounts off: one, or those of one sequence, a twice as long one, and of two."""
@@ -299,9 +296,6 @@ def _with_boundaries_of(
     factor = max(1.0, widest / compute_dtype.itemsize)
     blocks = (replace(each, boundary_bytes=each.boundary_bytes * factor) for each in work.blocks)
     return replace(work, blocks=tuple(blocks))
-
-
-# --- how the code runs ----------------------------------------------------------------------------
 
 
 class _FusedLoss(torch.autograd.Function):

@@ -232,8 +232,7 @@ class PartitionTable:
             backward[row, : len(partition.backward)] = partition.backward
         return cls(forward=forward, backward=backward)
 
-    # --- the rule of `Stage.has_head_forward`, `has_head_backward` and `has_tail`, as columns -----
-
+    # The rule of `Stage.has_head_forward`, `has_head_backward` and `has_tail`, as columns:
     @cached_property
     def first(self) -> Counts:
         found: Counts = self.fused - np.count_nonzero(self.forward, axis=1)
@@ -247,8 +246,6 @@ class PartitionTable:
     @property
     def fused(self) -> int:
         return int(self.forward.shape[1])
-
-    # --- blocks -----------------------------------------------------------------------------------
 
     @cached_property
     def start(self) -> Counts:

@@ -247,8 +247,6 @@ class Footprint:
         sizes[:, table.fused] = 0.0
         return sizes
 
-    # --- blocks that stay ------------------------------------------------------------------------
-
     def team_stages(self, layout: PipelineLayout, *, team: int) -> list[int]:
         count = layout.partition.num_stages
         turns = range(team, count * layout.num_rounds, self.num_teams(layout))

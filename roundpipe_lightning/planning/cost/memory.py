@@ -95,8 +95,6 @@ class MemoryModel:
         profile = self.storage.stored(size_model(self.work, shape=self.shape))
         return Footprint(profile, hardware=self.hardware)
 
-    # --- host ------------------------------------------------------------------------------------
-
     def _host_need(self, layout: PipelineLayout, device_bytes: float) -> MemoryNeed:
         available = self.hardware.host_bytes
         if self.hardware.shares_host_memory:

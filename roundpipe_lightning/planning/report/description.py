@@ -77,8 +77,6 @@ class PlanDescription:
         saved = without.uploaded_bytes - self.prediction.uploaded_bytes
         return {**dict(zip(MOVED, sizes, strict=True)), "weights_saved": saved}
 
-    # --- for messages ----------------------------------------------------------------------------
-
     def plan_lines(self) -> list[str]:
         """Stages, teams, rounds, and what is kept or computed twice."""
         partition, layout = self.plan.partition, self.layout

@@ -246,9 +246,6 @@ class Partition:
             raise PlanError(f"{text!r} is not a partition: {error}") from error
 
 
-# --- cuts ---------------------------------------------------------------------------------------
-
-
 def check_cuts(cuts: Sequence[int], *, num_blocks: int) -> None:
     """Refuse cuts that do not ascend or do not lie between two blocks; PlanError: they do not."""
     if any(first >= second for first, second in pairwise((0, *cuts, max(num_blocks, 1)))):

@@ -103,9 +103,6 @@ def other_machines(job: TrainingJob) -> Iterator[tuple[Price, HardwareSpec]]:
         yield from ((Price.MACHINE, spec) for spec in itertools.islice(fitting, 1))
 
 
-# --- what the user of a strategy can change -------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Alternatives:
     """Settings that a strategy's user could change beside the machine.

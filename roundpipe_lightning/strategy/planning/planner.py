@@ -167,8 +167,6 @@ class StepPlanner:
         self._restored: list[Mapping[str, Any]] = []
         self.profile: ModelProfile = self.first_job().profile
 
-    # --- before the first batch ------------------------------------------------------------------
-
     def first_plan(self) -> Plan:
         """Plan with what is known without a batch: parameters, not activations."""
         what = "parameters, gradients and optimizer state" if self._trains else "model"
@@ -205,8 +203,6 @@ class StepPlanner:
         self.profile = self.first_job().profile
         self._planned.clear()
         return True
-
-    # --- a batch ---------------------------------------------------------------------------------
 
     def planned(
         self, given: Any, arguments: Sequence[Any], *, count: int, joined: bool = False
@@ -300,8 +296,6 @@ class StepPlanner:
             return None
         return PlanEvent(planned=planned, replaced=replaced, assumed_rates=assumed_rates)
 
-    # --- measured times --------------------------------------------------------------------------
-
     def learn(self, planned: Planned, timeline: Timeline, *, remaining_steps: int | None) -> None:
         """Take in how long a step took; now and then look for a better plan than one of ours."""
         if planned.plan is self._given_plan or not self._options.replan:
@@ -353,8 +347,6 @@ class StepPlanner:
         if (state["machine"], state["num_workers"]) == (self.machine.name, self._num_workers):
             self._rounds = {count: (team, size) for count, team, size in state["rounds"]}
             self._restored = list(state["averages"])
-
-    # --- planning --------------------------------------------------------------------------------
 
     def job(
         self,
@@ -475,8 +467,6 @@ class StepPlanner:
         text = f"upload_dtype={None if self._rounds_uploads else 'auto'!r}"
         cost = upload_cost(rounded=not self._rounds_uploads)
         return f"set {text} ({cost})", replace(job, work=work, storage=storage)
-
-    # --- what does not fit -----------------------------------------------------------------------
 
     def _fit_error(
         self, answer: FitAnswer, remedies: Sequence[str], *, what: str, shorter: str
