@@ -167,24 +167,6 @@ def test_weights_that_the_loss_uses_wait_for_all_their_gradients() -> None:
         torch.testing.assert_close(dict(module.named_parameters())[name], parameter)
 
 
-def test_parameters_of_several_blocks_wait() -> None:
-    module: Any = Regressor(3)
-    module.layers[2].inner.weight = module.layers[0].inner.weight
-    with opened(module) as (engine, updater):
-        optimizer = optimizer_of(module)
-        updater.begin(optimizer)
-        gradients = step(engine)
-        assert module.layers[0].inner.weight in gradients
-        assert module.layers[0].outer.weight not in gradients
-        finish(updater, optimizer, gradients)
-        updater.join()
-    twin: Any = Regressor(3)
-    twin.layers[2].inner.weight = twin.layers[0].inner.weight
-    expected = plainly_trained(twin, 1)  # sums the weight's gradients in another order
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter, expected[name])
-
-
 def test_what_the_optimizer_does_not_have_is_left_alone() -> None:
     module: Any = Regressor(2)
     before = module.layers[0].inner.weight.detach().clone()

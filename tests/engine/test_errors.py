@@ -163,18 +163,6 @@ def test_an_exception_of_the_third_microbatch_in_the_second_step(
         assert not differences(module, mean_step(engine, batches, call=_run), plain)
 
 
-def test_an_exception_in_an_evaluation() -> None:
-    module = Failing()
-    (batch,) = regression_batches(1)
-    with engine_for(module, num_workers=2, num_microbatches=1) as engine, torch.no_grad():
-        for where in ("step", "forward", "tail"):
-            module.traps[where].error = PlannedError("planned")
-            with pytest.raises(PlannedError):
-                engine.evaluate(lambda view, b: view.run(b, 2), batch)
-        got = engine.evaluate(lambda view, b: view.run(b, 2), batch)
-        assert torch.equal(got, module.run(batch, 2))
-
-
 def test_several_microbatches_fail_and_one_error_comes() -> None:
     module = Regressor()
     barrier = threading.Barrier(4, timeout=60)

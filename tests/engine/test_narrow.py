@@ -18,7 +18,6 @@ from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.engine.store.block_layout import Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
-from roundpipe_lightning.engine.update.updater import Updater, update_units
 from roundpipe_lightning.optim import HostAdamW
 from tests.kit.engine import (
     WIDTH,
@@ -149,42 +148,6 @@ def test_whole_values_are_those_of_the_last_write() -> None:
         assert torch.equal(whole, weight)
         weight.data.mul_(2.0)
         rounded.renew(leaf)
-
-
-def steps_of(module: Any, dtype: torch.dtype | None, make: Any, *, stale: bool) -> None:
-    optimizer = make(module.parameters(), lr=0.01)
-    with opened(module, dtype) as engine:
-        blocks = {f"layers.{i}": layer for i, layer in enumerate(module.layers)}
-        if engine.store.copies is not None:
-            engine.store.copies.written_by([optimizer])
-        units = update_units(module, blocks, shared=engine.store.shared)
-        with Updater(engine.store, units, stale=stale) as updater:
-            for number in range(3):
-                gradients = step(engine).gradients
-                updater.join()
-                for parameter, gradient in gradients.items():
-                    parameter.grad = gradient
-                if stale:
-                    updater.keep([optimizer])
-                updater.submit(optimizer, release_gradients=True)
-                if number == 1:  # somebody writes into them between two steps
-                    updater.join()
-                    with torch.no_grad():
-                        module.layers[0].inner.weight.mul_(0.5)
-                if number == 2:
-                    with updater.latest(), AUTOCAST():
-                        engine.evaluate(lambda view, batch: view(batch), torch.ones(2, WIDTH))
-            updater.join()
-
-
-@pytest.mark.parametrize("stale", [False, True])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, HostAdamW])
-def test_updates_reach_the_copies(make: Any, stale: bool) -> None:
-    modules = [Regressor(2) for _ in range(2)]
-    for module, dtype in zip(modules, (None, torch.bfloat16), strict=True):
-        steps_of(module, dtype, make, stale=stale)
-    one, other = (dict(module.named_parameters()) for module in modules)
-    assert all(torch.equal(other[name], parameter) for name, parameter in one.items())
 
 
 def test_evaluations_see_unseen_writes_once_copies_are_marked_old() -> None:

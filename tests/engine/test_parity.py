@@ -23,7 +23,6 @@ from tests.kit.architectures import (
     CausalLM,
     build_model,
     decoder_stack,
-    evaluating,
     tiny_causal_lm,
     token_batches,
 )
@@ -41,7 +40,6 @@ from tests.kit.engine import (
     engine_of,
     engine_step,
     layers_of,
-    mean_step,
     on_any_workers,
     plain_step,
     plan_of,
@@ -68,34 +66,6 @@ def test_causal_lm_equals_plain_loop(name: str, tied: bool) -> None:
         result = engine_step(module, stack, plan, batches)
         assert not differences(module, result, plain), plan
         assert all(parameter.grad is None for parameter in module.parameters())
-
-
-class Chain(nn.Module):
-    """An nn.Sequential of unlike blocks, one of them without parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.head = nn.Linear(WIDTH, 6)
-        self.chain = nn.Sequential(
-            nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4), nn.LayerNorm(4), nn.Linear(4, 6)
-        )
-        self.tail = nn.Linear(6, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return functional.mse_loss(self.tail(self.chain(self.head(x))).squeeze(-1), y)
-
-
-def test_sequential_equals_plain_loop() -> None:
-    module = Chain()
-    stack = stack_of(tuple(module.chain), name="chain")
-    for num_microbatches in (1, 3, 4, 8):
-        batches = regression_batches(num_microbatches)
-        plain = plain_step(module, batches)
-        for num_workers in WORKERS:
-            plan = auto_plan(stack, num_workers=num_workers, num_microbatches=num_microbatches)
-            assert not differences(module, engine_step(module, stack, plan, batches), plain)
 
 
 def test_module_that_is_its_own_stack_and_nothing_else() -> None:
@@ -184,51 +154,6 @@ def test_a_cache_that_the_configuration_turns_on(name: str, masked: bool) -> Non
         assert not any(cache() for cache in caches)
 
 
-@pytest.mark.parametrize("num_workers", WORKERS)
-def test_one_engine_serves_many_steps_and_sees_updated_parameters(num_workers: int) -> None:
-    """Two copies, one trained by each: their parameters stay equal to the bit."""
-    ours, theirs = Regressor(), Regressor()
-    batches = regression_batches(4)
-    with engine_for(ours, num_workers=num_workers, num_microbatches=4) as engine:
-        for _ in range(5):
-            plain = plain_step(theirs, batches)
-            result = mean_step(engine, batches)
-            with torch.no_grad():
-                for name, parameter in theirs.named_parameters():
-                    gradient = plain.gradients[name]
-                    assert gradient is not None
-                    parameter.sub_(gradient, alpha=0.1)
-                for parameter in ours.parameters():
-                    parameter.sub_(result.gradients[parameter], alpha=0.1)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(mine, other)
-
-
-class Around(Regressor):
-    """Carries a tensor of the head around the stack."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        hidden = self.head(x)
-        around = torch.tanh(hidden)
-        output = self.tail(self.run_blocks(hidden) + around).squeeze(-1)
-        loss: Tensor = functional.mse_loss(output, y) + hidden.pow(2).mean()
-        return loss
-
-
-@pytest.mark.parametrize("num_workers", WORKERS)
-def test_residual_around_the_stack(num_workers: int) -> None:
-    """The head runs backward twice, once from each side: equal but for the order of one sum."""
-    module = Around()
-    stack = layers_of(module)
-    batches = regression_batches(3)
-    plain = plain_step(module, batches)
-    plan = plan_of(stack, num_workers=num_workers, num_microbatches=3)
-    result = engine_step(module, stack, plan, batches)
-    assert not differences(module, result, plain, tolerance=1e-6)
-    assert not [text for text in differences(module, result, plain) if not text.startswith("head")]
-
-
 class Conditioned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -296,82 +221,6 @@ def test_frozen_parameters(frozen: tuple[str, ...]) -> None:
         module.get_submodule(name).requires_grad_(requires_grad=False)
     for partition in PARTITIONS:
         check_parity(module, partition=partition)
-
-
-def test_weights_shared_between_blocks_and_with_the_tail() -> None:
-    module = Regressor()
-    module.layers[2].inner.weight = module.layers[0].inner.weight  # type: ignore[union-attr]
-    module.layers[3].norm.weight = nn.Parameter(torch.ones(WIDTH))  # type: ignore[union-attr]
-    module.shared = nn.LayerNorm(WIDTH)  # registered twice: in a block and beside the stack
-    module.layers[1].norm = module.shared
-
-    def call(view: Any, batch: Any, index: int) -> Tensor:
-        x, y = batch
-        output = view.tail(view.shared(view.run_blocks(view.head(x)))).squeeze(-1)
-        loss: Tensor = functional.mse_loss(output, y)
-        return loss
-
-    stack = layers_of(module)
-    batches = regression_batches(4)
-    plain = plain_step(module, batches, call=call)
-    results = []
-    for num_workers in WORKERS:
-        plan = plan_of(stack, num_workers=num_workers, num_microbatches=4)
-        result = engine_step(module, stack, plan, batches, call=call)
-        assert not differences(module, result, plain, tolerance=1e-6)
-        results.append(result.gradients)
-    assert all(_equal(gradients, results[0]) for gradients in results)
-
-
-def _equal(one: dict[nn.Parameter, Tensor], other: dict[nn.Parameter, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[p], other[p]) for p in one)
-
-
-def test_outputs_come_back_detached_and_whole() -> None:
-    module = Regressor()
-    stack = layers_of(module)
-    batches = regression_batches(2)
-
-    def call(view: Any, batch: Any, index: int) -> Any:
-        prediction = view(batch[0])
-        loss = functional.mse_loss(prediction, batch[1])
-        return {"loss": loss, "prediction": prediction, "index": index, "parts": [prediction.sum()]}
-
-    plain = plain_step(module, batches, call=lambda v, b, i: call(v, b, i)["loss"])
-    plan = plan_of(stack, num_workers=2, num_microbatches=2)
-    result = engine_step(module, stack, plan, batches, call=call)
-    assert not differences(module, result, plain)
-    for index, (output, batch) in enumerate(zip(result.outputs, batches, strict=True)):
-        assert output["index"] == index
-        assert not output["prediction"].requires_grad
-        assert torch.equal(output["prediction"], module(batch[0]))
-        assert torch.equal(output["parts"][0], module(batch[0]).sum())
-
-
-def test_without_backward_no_gradients_and_the_same_losses() -> None:
-    module = Regressor()
-    batches = regression_batches(3)
-    plain = plain_step(module, batches)
-    with engine_for(module, num_workers=2, num_microbatches=3) as engine:
-        result = engine.begin_step(
-            batches, lambda v, b, i: v.training_step(b, 0), loss_scales=[1.0] * 3, backward=False
-        ).result()
-    assert not result.gradients
-    pairs = zip(result.losses, plain.losses, strict=True)
-    assert all(got is not None and torch.equal(got, want) for got, want in pairs)
-
-
-def test_timeline_holds_every_action_in_order() -> None:
-    module = Regressor()
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=3, num_microbatches=4)
-    timeline = engine_step(module, stack, plan, regression_batches(4)).timeline
-    assert timeline.num_workers == 3
-    assert {entry.action for entry in timeline.entries} == set(plan.schedule)
-    for actions in plan.schedule.workers:
-        spans = {e.action: (e.start_seconds, e.end_seconds) for e in timeline.entries}
-        moments = [moment for action in actions for moment in spans[action]]
-        assert moments == sorted(moments)
 
 
 # Evaluations --------------------------------------------------------------------------------------
@@ -494,47 +343,6 @@ def test_buffers_that_an_evaluation_writes(workers: Workers, mode: Mode) -> None
     for (name, mine), other in zip(ours.named_buffers(), theirs.buffers(), strict=True):
         assert torch.equal(mine, other), name
         assert not mine.is_inference()
-
-
-@pytest.mark.suite(
-    "qwen3-emulated_workers-inference_mode",
-    "gemma2-cpu_workers-no_grad",
-    "gpt2-cpu_workers-no_grad",
-)
-@pytest.mark.parametrize(
-    ("workers", "mode"), [(cpu_workers, torch.no_grad), (emulated_workers, torch.inference_mode)]
-)
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2"])
-def test_generation_with_a_cache_gives_the_same_tokens(
-    workers: Workers, mode: Mode, name: str
-) -> None:
-    module = tiny_causal_lm(name, tied=True)
-    (batch,) = token_batches(1)
-    ids = batch["input_ids"]
-
-    def generate(view: Any, ids: Tensor) -> Tensor:
-        tokens: Tensor = view.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=4,
-            do_sample=False,
-            use_cache=True,
-        )
-        return tokens
-
-    batches = token_batches(2)
-    plain = plain_step(module, batches)
-    with evaluating(module), mode():
-        want = generate(module, ids)
-    with engine_for(
-        module, decoder_stack(module), num_microbatches=2, devices=workers(3)
-    ) as engine:
-        for _ in range(2):
-            with evaluating(module), mode():
-                assert torch.equal(engine.evaluate(generate, ids), want)
-            # Of both uses a device sums its round.
-            tolerance = 0.0 if workers is cpu_workers else 1e-6
-            assert not differences(module, mean_step(engine, batches), plain, tolerance=tolerance)
 
 
 @on_any_workers

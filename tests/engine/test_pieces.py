@@ -700,27 +700,6 @@ class Branches(nn.Module):
         return 2 * x if float(x.detach().abs().max()) > 50 else x
 
 
-class KeepsCount(Block):
-    """Counts its calls in a list, which no view sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(len(x))
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_a_block_that_counts_in_a_list_is_told(num_microbatches: int) -> None:
-    module: Any = Regressor(make_block=KeepsCount)
-    with engine_for(module, num_workers=2, num_microbatches=num_microbatches) as engine:
-        engine.forms.contents = lambda: {0: [list(layer.calls) for layer in module.layers]}
-        with pytest.warns(UserWarning, match=r"Block 'layers\.\d' writes into a list"):
-            compare(module, engine)
-
-
 def test_a_hook_sees_the_gradient_of_a_block_that_hands_back_what_it_got() -> None:
     def halve(module: Any, into: Any, of: Any) -> Any:
         return (0.5 * into[0],)

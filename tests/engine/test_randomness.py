@@ -24,7 +24,6 @@ from roundpipe_lightning.engine.chain.saved_outputs import ChangedRecomputeWarni
 from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.errors import CaptureError, RandomnessError
 from roundpipe_lightning.planning.schedule.stages import Partition
-from tests.kit.architectures import CausalLM, build_model, decoder_stack, token_batches
 from tests.kit.engine import (
     WIDTH,
     Block,
@@ -44,42 +43,6 @@ from tests.kit.engine import (
     regression_batches,
 )
 from tests.kit.moments import call_in_backward
-
-
-class Recording(nn.Module):
-    """A block that keeps the masks of its dropout, those of the recompute too.
-
-    The list is given from outside so that every view of the block shares it.
-    """
-
-    def __init__(self, masks: list[Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.masks = masks
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = functional.dropout(torch.ones_like(x), 0.5)
-        noise = torch.rand_like(x)
-        self.masks.append(torch.stack([mask, noise]).detach())
-        hidden: Tensor = self.linear(x)
-        return x + mask * hidden * noise
-
-
-def test_recompute_sees_the_masks_of_the_forward_pass() -> None:
-    masks: list[list[Tensor]] = []
-
-    def block() -> Recording:
-        masks.append([])
-        return Recording(masks[-1])
-
-    module = Regressor(3, make_block=block)
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=1, num_microbatches=1)
-    engine_step(module, stack, plan, regression_batches(1))
-    for of_block in masks:
-        forward, recompute = of_block
-        assert torch.equal(forward, recompute)
-    assert len({float(of_block[0].sum()) for of_block in masks}) == 3, "blocks draw alike"
 
 
 def test_gradients_are_those_of_a_plain_loop_with_the_same_masks() -> None:
@@ -175,40 +138,6 @@ def test_emulated_devices_draw_the_same_numbers() -> None:
         torch.manual_seed(3)
         results.append(engine_step(module, stack, plan, regression_batches(4), devices=devices))
     assert _same(*results)
-
-
-def test_microbatches_draw_different_numbers() -> None:
-    module = Regressor(make_block=lambda: Block(0.5))
-    stack = layers_of(module)
-    batches = regression_batches(1) * 4
-    plan = plan_of(stack, num_workers=2, num_microbatches=4)
-    losses = engine_step(module, stack, plan, batches).losses
-    assert len({float(loss) for loss in losses if loss is not None}) == 4
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gpt_oss"])
-def test_attention_dropout_of_transformers(name: str) -> None:
-    module = CausalLM(build_model(name, dropout=0.3))
-    stack = decoder_stack(module)
-    results = []
-    for num_workers in (1, 2, 4):
-        torch.manual_seed(7)
-        plan = auto_plan(stack, num_workers=num_workers, num_microbatches=3)
-        results.append(engine_step(module, stack, plan, token_batches(3)))
-    assert all(_same(result, results[0]) for result in results)
-
-
-def test_global_generator_is_left_after_one_draw() -> None:
-    """As after one `torch.randint`, whatever the module drew: checkpoints carry the seed."""
-    for module in (Noisy(), Regressor()):
-        stack = layers_of(module)
-        plan = plan_of(stack, num_workers=2, num_microbatches=3)
-        torch.manual_seed(11)
-        torch.randint(0, 2**62, (), device="cpu")
-        want = torch.get_rng_state()
-        torch.manual_seed(11)
-        engine_step(module, stack, plan, regression_batches(3))
-        assert torch.equal(torch.get_rng_state(), want)
 
 
 def test_evaluation_draws_as_plain_pytorch_does() -> None:

@@ -28,10 +28,12 @@ from roundpipe_lightning.planning.schedule.stages import Partition, Stage, Stage
 from tests.kit.engine import (
     Block,
     Regressor,
+    Workers,
     differences,
     emulated_workers,
     engine_for,
     mean_step,
+    on_any_workers,
     plain_step,
     regression_batches,
 )
@@ -256,7 +258,8 @@ def test_an_error_in_user_code_gives_up_copies_in_flight() -> None:
             assert not differences(module, mean_step(engine, batches), plain)
 
 
-def test_parameters_of_several_uses_are_summed_in_one_order() -> None:
+@on_any_workers
+def test_parameters_of_several_uses_are_summed_in_one_order(workers: Workers) -> None:
     class Tied(Regressor):
         def __init__(self) -> None:
             super().__init__(3)
@@ -271,7 +274,7 @@ def test_parameters_of_several_uses_are_summed_in_one_order() -> None:
     assert isinstance(module.layers[0], Block)
     batches = regression_batches(3)
     plain = plain_step(module, batches)
-    with engine_for(module, round_size=1, devices=emulated_workers(3)) as engine:
+    with engine_for(module, round_size=1, devices=workers(3)) as engine:
         for _ in range(3):
             assert not differences(module, mean_step(engine, batches), plain)
 
