@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from itertools import groupby, islice
 from typing import Any
 
+import torch
 from lightning_utilities.core import rank_zero
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
+from roundpipe_lightning.cli.job import whole
 from roundpipe_lightning.cli.objects import build, run_explained
-from roundpipe_lightning.data import ByteDataModule, FileDataModule
+from roundpipe_lightning.data import ByteDataModule, ClassificationDataModule, FileDataModule
 from roundpipe_lightning.data.samples import IGNORED, Sample
 from roundpipe_lightning.errors import ConfigurationError
 
@@ -24,6 +26,7 @@ def run(config: DictConfig) -> int | None:
 
 def show(config: DictConfig) -> None:
     """Print the form of each file, a sample of each form, and what the rows come to."""
+    most = whole("tokens", config.tokens)
     config.data.batch_size = 1  # however few samples there are
     data = build(config.data)
     if isinstance(data, ByteDataModule) or not isinstance(data, FileDataModule):
@@ -40,13 +43,17 @@ def show(config: DictConfig) -> None:
             shown.add(form)
             answers = first if isinstance(first, tuple) else (first,)
             names = ("chosen", "rejected")
+            if isinstance(data, ClassificationDataModule):
+                console.print(f"class {data.classes[first['labels']]}:", markup=False)
+                tokens = first["input_ids"]
+                answers = (Sample(input_ids=tokens, labels=torch.full_like(tokens, IGNORED)),)
             if answers[-1] is True or answers[-1] is False:  # of a judged answer
                 names = ("a wanted answer", "") if answers[-1] else ("an unwanted answer", "")
             for name, sample in zip(names, answers, strict=False):
                 if isinstance(sample, Sample):
                     if len(answers) > 1:
                         console.print(f"{name}:")
-                    console.print(marked(sample, data.tokenizer, most=config.tokens))
+                    console.print(marked(sample, data.tokenizer, most=most))
     logging.getLogger(rank_zero.log.name).setLevel(logging.WARNING)  # the summary is printed here
     data.setup()
     console.print(data.summary, markup=False)

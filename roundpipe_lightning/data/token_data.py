@@ -208,7 +208,7 @@ class FileDataModule(LightningDataModule):
         given = self.options.validation_files
         if self.options.streaming:
             self.files.parts()  # that they are there
-            validation = self.encode_all(as_source(given or ()))
+            validation = self.encode_all(as_source(given))
             self.train_rows, self.validation_rows = (), self._rows_to_validate(validation)
             self._report("read while training goes on")
             return
@@ -230,7 +230,7 @@ class FileDataModule(LightningDataModule):
                 f"of data.batch_size={self.batch_size}. Give more samples or lower data.batch_size."
             )
         self.train_rows, self.validation_rows = rows, self._rows_to_validate(validation)
-        self._report(f"{len(samples):,} samples in {_summary(rows)}")
+        self._report(f"{count_text(len(samples), 'sample')} in {_summary(rows)}")
 
     def _rows_to_validate(self, samples: Mapping[str, Sequence[Any]]) -> Sequence[Row]:
         rows = self.arrange(list(chain.from_iterable(samples.values())))
@@ -311,15 +311,17 @@ class FileDataModule(LightningDataModule):
         return samples
 
 
-def as_source(files: Files) -> RecordSource:
-    return RecordFiles(paths=files) if isinstance(files, (Sequence, Mapping)) else files
+def as_source(files: Files | None) -> RecordSource:
+    if files is None or isinstance(files, (Sequence, Mapping)):
+        return RecordFiles(paths=files or ())
+    return files
 
 
 def _summary(rows: Sequence[Row]) -> str:
     """How many tokens there are, and how many of them are learned."""
     num_tokens = sum(row["input_ids"].numel() for row in rows)
     learned = sum(int((row["labels"] != IGNORED).sum()) for row in rows)
-    figures = f"{len(rows):,} rows, {num_tokens:,} tokens"
+    figures = f"{count_text(len(rows), 'row')}, {num_tokens:,} tokens"
     has_targets = rows[0]["labels"].shape == rows[0]["input_ids"].shape
     return f"{figures}, {learned / num_tokens:.0%} of them learned" if has_targets else figures
 

@@ -170,6 +170,15 @@ def test_data_is_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     (tmp_path / "a.jsonl").write_text("\n".join(pairs), encoding="utf-8")
     done = run_program(commands.data, tmp_path, "experiment=dpo", "data=a.jsonl")
     assert re.search(r"chosen:\n.*\[\[0.*rejected:\n.*\[\[n\|o", done.stdout, re.DOTALL)
+    (tmp_path / "a.csv").write_text("text,label\n" + "fine,good\n" * 9, encoding="utf-8")
+    words = ("module=classification", "data=a.csv", "data.classes=[bad,good]")
+    assert "class good:\nf|i|n|e\n" in run_program(commands.data, tmp_path, *words).stdout
+    for word, message in {
+        "data.files=null": "data files: there are none",
+        "tokens=few": "tokens='few': give a whole number",
+    }.items():
+        done = run_program(commands.data, tmp_path, *words, word)
+        assert f"Error: {message}" in done.stderr
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
