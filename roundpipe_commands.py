@@ -22,7 +22,7 @@ from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 EXIT_ERROR = 1
 """Exit status after an error that names its cause."""
@@ -163,9 +163,16 @@ export = partial(_launch, "export")
 """Write a checkpoint as a Hugging Face folder, or as an adapter folder."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what it refuses as the other commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_INPUT, f"Error: {message}. See {self.prog} --help.\n")
+
+
 def chat(arguments: Sequence[str] | None = None) -> int:
     """Talk to a trained model; return the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="roundpipe-chat",
         description="Talk to a trained model. Its weights stay in host memory, or in their files, "
         "and pass through one device block by block, so a model of any size answers.",
@@ -185,7 +192,7 @@ def chat(arguments: Sequence[str] | None = None) -> int:
 
 def merge(arguments: Sequence[str] | None = None) -> int:
     """Write the checkpoint in a folder as one file; return the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="roundpipe-merge",
         description="Write the checkpoint in a folder as one file, which any Lightning "
         "strategy reads. A folder of Hugging Face is what roundpipe-export writes.",

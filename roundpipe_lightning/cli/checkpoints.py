@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import sys
 import warnings
 from dataclasses import replace
@@ -164,6 +165,10 @@ _PRECISIONS: dict[str, Any] = {"float32": "32-true", "bfloat16": "bf16-true", "f
 def talk(options: argparse.Namespace) -> int:
     sampled = {"do_sample": True, "temperature": options.temperature}
     try:
+        for name, least in (("max_new_tokens", 1), ("temperature", 0)):
+            if not least <= (value := getattr(options, name)) < math.inf:
+                flag = name.replace("_", "-")
+                raise ConfigurationError(f"--{flag}={value} must be {least} or more.")
         model, source = _load(options.model)
         if options.chat_template is not None:
             source = replace(source, chat_template=options.chat_template)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from transformers import TextStreamer
@@ -45,6 +46,10 @@ class ChatModule(LightningModule):
         **options: Any,
     ) -> None:
         super().__init__()
+        if not hasattr(model, "generate"):
+            raise ConfigurationError(
+                "This model gives scores or classes and no text. Talk to one of module=causal_lm."
+            )
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigurationError(
                 f"The tokenizer {tokenizer.name_or_path!r} has no chat template, so it is unknown "
@@ -107,9 +112,15 @@ class Questions:
         messages = self._module.messages
         while (question := self._ask()) is not None:
             messages.append({"role": "user", "content": question})
-            yield self._module.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
-            )
+            try:
+                yield self._module.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
+                )
+            except (ValueError, TypeError, TemplateError) as error:
+                raise ConfigurationError(
+                    f"The chat template refuses this conversation: {error}. Talk without --system, "
+                    "or with another template: --chat-template FILE."
+                ) from error
 
 
 class _Pieces(TextStreamer):

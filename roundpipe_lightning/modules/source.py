@@ -58,9 +58,8 @@ class TokenizerSource:
             path = Path(self.chat_template).expanduser()
             if not path.is_file():
                 raise ConfigurationError(
-                    f"data.tokenizer.chat_template={self.chat_template!r} is not a file (looked in "
-                    f"{Path.cwd()}). Name a file with a Jinja template, or null for the "
-                    "tokenizer's own."
+                    f"chat_template={self.chat_template!r} is not a file (looked in {Path.cwd()}). "
+                    "Name a file with a Jinja template, or leave it out for the tokenizer's own."
                 )
             tokenizer.chat_template = path.read_text(encoding="utf-8")
         if self.pad_token is not None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from roundpipe_commands import chat as main
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.cli.train import train
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.export import ExportOptions, export_pretrained
 from roundpipe_lightning.modules import Adapters, ModelSource, byte_level_tokenizer
 from roundpipe_lightning.modules.chat import ChatModule
@@ -149,4 +150,21 @@ def test_what_cannot_be_talked_to_is_explained(
     assert "names no base" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing")]) == 2
     assert "cannot be loaded" in capsys.readouterr().err
+    for words, said in {
+        "--max-new-tokens=0": "--max-new-tokens=0 must be 1 or more",
+        "--temperature=nan": "--temperature=nan must be 0 or more",
+        f"--chat-template={base}/none": "/none' is not a file (looked in",
+    }.items():
+        assert main([str(base), words]) == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([str(base), "and", "more"])
+    assert capsys.readouterr().err.startswith("Error: unrecognized arguments: and more. See ")
     assert not torch.is_inference_mode_enabled()
+    model: Any = ModelSource(architecture=ARCHITECTURE).build()
+    module = ChatModule(model, byte_level_tokenizer(), write=str)
+    module.tokenizer.chat_template = "{{ raise_exception('no questions') }}"
+    with pytest.raises(ConfigurationError, match=r"refuses this .*no questions\. Talk without"):
+        next(iter(module.questions(lambda: "Why?")))
+    with pytest.raises(ConfigurationError, match="gives scores or classes and no text"):
+        ChatModule(model.model, byte_level_tokenizer(), write=str)
