@@ -247,7 +247,8 @@ class ConversationEncoder:
             return self.tokenizer.apply_chat_template(list(messages), **options, **how)
         except (ValueError, TypeError, TemplateError) as error:
             raise DataError(
-                f"{place}: the tokenizer's chat template refuses this conversation: {error}"
+                f"{place}: the tokenizer's chat template refuses this conversation: {error}. Mend "
+                "or remove it, or use another template: data.tokenizer.chat_template."
             ) from error
 
 

@@ -7,9 +7,10 @@ import json
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from roundpipe_lightning.data.records import Record
+from roundpipe_lightning.data.records import Record, suffix_of
 from roundpipe_lightning.errors import ConfigurationError, DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -174,8 +175,10 @@ class Forms:
         missing = [name for name in nearest.needs if name not in there]
         given = ", ".join(map(repr, record.fields)) or "none"
         changes = ", ".join(f"{name}: ..." for name in missing)
+        is_table = suffix_of(Path(record.part)) in (".csv", ".tsv")
+        by = " (so the first line names them)" if is_table else ""
         raise DataError(
-            f"{record.place}: the fields {given} are of no known form. The nearest is "
+            f"{record.place}: the fields {given}{by} are of no known form. The nearest is "
             f"{nearest.name} ({', '.join(nearest.needs)}): rename the fields, or say which they "
             f"are, data.fields={{{changes}}}."
         )

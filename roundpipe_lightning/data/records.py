@@ -9,6 +9,7 @@ import csv
 import json
 import math
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,15 +137,16 @@ class RecordFiles:
             yield from _hub_records(part)
             return
         try:
-            for fields, place in _READERS[_suffix(path)](path):
+            for fields, place in _READERS[suffix_of(path)](path):
                 yield Record(fields=fields, place=f"{path}{place}", part=part)
         except UnicodeDecodeError as error:
             with _open(path, mode="rb") as file:
                 lines = enumerate(file, start=1)
-                line = next(n for n, raw in lines if raw.decode(errors="ignore").encode() != raw)
+                line, raw = next(x for x in lines if x[1].decode(errors="ignore").encode() != x[1])
+            coding = "utf-16" if raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "latin1"
             raise DataError(
                 f"{path}, line {line}: this is not a text in UTF-8 ({error.reason}). Convert the "
-                f"file: iconv -f latin1 -t utf-8 {path}"
+                f"file: iconv -f {coding} -t utf-8 {path}"
             ) from error
         except (OSError, EOFError, csv.Error) as error:
             raise DataError(f"{path}: this file cannot be read: {error}.") from error
@@ -199,7 +201,7 @@ def _hub_records(part: str) -> Iterator[Record]:
         ) from error
 
 
-def _suffix(path: Path) -> str:
+def suffix_of(path: Path) -> str:
     """What kind of file it is, however it is compressed."""
     name = path.name.lower()
     packed = next((end for end in _COMPRESSED if name.endswith(end)), "")
@@ -211,12 +213,12 @@ def _files(path: str) -> list[str]:
     if place.is_file():
         files = [place]
     elif place.is_dir():
-        files = sorted(f for f in place.rglob("*") if _suffix(f) in _READERS and f.is_file())
+        files = sorted(f for f in place.rglob("*") if suffix_of(f) in _READERS and f.is_file())
     else:
         files = sorted(Path(place.anchor).glob(str(place.relative_to(place.anchor))))
         files = [file for file in files if file.is_file()]
     known = ", ".join(_READERS)
-    if not files and _HUB_NAME.fullmatch(path) and _suffix(place) not in _READERS:
+    if not files and _HUB_NAME.fullmatch(path) and suffix_of(place) not in _READERS:
         return [path]
     if not files:
         raise ConfigurationError(
@@ -224,7 +226,7 @@ def _files(path: str) -> list[str]:
             f"folder, a pattern or a data set of the hub (owner/name); known suffixes are {known}."
         )
     for file in files:
-        if _suffix(file) not in _READERS:
+        if suffix_of(file) not in _READERS:
             raise ConfigurationError(
                 f"data files: {str(file)!r} has a suffix that is not known. Known are {known}, "
                 "each with .gz as well."
@@ -241,20 +243,19 @@ Fields = tuple[Mapping[str, Any], str]
 
 
 def _json_lines(path: Path) -> Iterator[Fields]:
-    with _open(path, mode="rb") as file:
+    with _open(path, mode="rt", newline="\n", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f", line {number}"
-                if number == 1 and line.lstrip()[:1] == b"[":  # a list under this name
+                if number == 1 and line.lstrip()[:1] == "[":  # a list under this name
                     yield from _json(path)
                     return
                 try:
                     value = json.loads(line)
-                except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
-                    shown = line[:60].decode(errors="replace").rstrip()
+                except (ValueError, RecursionError) as error:
                     raise DataError(
-                        f"{path}{place}: this is not JSON ({error}): {shown!r}. Each line of a "
-                        ".jsonl file is one JSON object; mend or remove this one."
+                        f"{path}{place}: this is not JSON ({error}): {line[:60].rstrip()!r}. Each "
+                        "line of a .jsonl file is one JSON object; mend or remove this one."
                     ) from error
                 yield _object(value, f"{path}{place}"), place
 

@@ -53,6 +53,7 @@ def read(*paths: Path) -> list[Record]:
         ("a.csv", "text;label\none, two;x\n", [{"text": "one, two", "label": "x"}], 2),
         ("a.tsv", "text\tlabel\none\tx\n", [{"text": "one", "label": "x"}], 2),
         ("a.csv", "\ufefftext\na\n", [{"text": "a"}], 2),  # as Excel writes it
+        ("a.jsonl", '\ufeff[{"text": "a"}]', [{"text": "a"}], 1),  # a list under another name
         ("a.txt", "a\nb\n", [{"text": "a\nb\n"}], None),
         ("a.json", '[\n {"text": "a"},\n {"text":\n "b"}]', [{"text": "a"}, {"text": "b"}], 3),
         ("a.json", '{"text": "a"}\n{"text": "b"}', [{"text": "a"}, {"text": "b"}], 2),
@@ -133,7 +134,8 @@ def test_folders_and_patterns_are_read_by_name(tmp_path: Path) -> None:
         ("a.jsonl", b'{"a": 1}\n{"a": 2\n{"a": 3}', r"line 2: this is not JSON .*mend or remove"),
         ("a.jsonl", b'{}\n["x"]', r"line 2: this is a list, where a JSON object is needed"),
         ("a.jsonl", b'["x"]', r"line 1: this is a text, where a JSON object is needed"),
-        ("a.jsonl", b'{"text": "\xff"}', r"a\.jsonl, line 1: this is not JSON"),
+        ("a.jsonl", b'{}\n{"text": "\xff"}', r"a\.jsonl, line 2: this is not .* iconv -f latin1"),
+        ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), r"line 1: this is not .* iconv -f utf-16"),
         ("a.txt", b"\xff", r"a\.txt, line 1: this is not a text in UTF-8"),
         (
             "a.csv",
@@ -352,6 +354,13 @@ def test_what_cannot_be_read_is_named_with_the_way_out(
 ) -> None:
     with pytest.raises(DataError, match=f"^a.jsonl, line 1: .*{message}"):
         forms("conversation", "text").read(record(fields))
+
+
+def test_a_table_without_names_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("1+1?,2\n2+1?,3\n")
+    (first,) = read(tmp_path / "a.csv")
+    with pytest.raises(DataError, match=r"line 2: the fields '1\+1\?', '2' \(so the first line n"):
+        forms().read(first)
 
 
 def test_an_image_in_an_answer_is_named() -> None:
