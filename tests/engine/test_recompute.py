@@ -186,6 +186,27 @@ def test_forward_hooks_of_blocks_run_once_per_call_unless_they_change_the_output
     assert len(calls) == 2  # the plain loop's and the engine's
 
 
+class HooksWhatItGets(Block):
+    """Changes the gradient of its input, which it hands back or computes with."""
+
+    hands_back = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: 0.5 * gradient)
+        return x if self.hands_back else super().forward(x)
+
+
+@pytest.mark.parametrize("hands_back", [True, False])
+@pytest.mark.parametrize("text", ["forward 3 | backward 1 1 1 1", "forward 1 | backward 3 1"])
+def test_a_hook_on_what_a_block_is_given_is_warned_of(hands_back: bool, text: str) -> None:
+    module: Any = Regressor()
+    module.layers[1] = HooksWhatItGets()
+    module.layers[1].hands_back = hands_back
+    with pytest.warns(UserWarning, match=r"Block 'layers\.1' registers a hook on a tensor that it"):
+        check_parity(module, num_microbatches=1, partition=Partition.parse(text))
+
+
 @pytest.mark.parametrize("watch", ["retain_grad", "register_hook"])
 def test_a_gradient_of_a_block_s_output_is_found_at_a_copy_of_it(watch: str) -> None:
     found: list[Tensor] = []

@@ -134,7 +134,8 @@ class BackwardPass:
 
     def _run_group(self, group: list[BlockCall]) -> None:
         while group and not (
-            any(value in self._gradients for value in group[-1].values)
+            not group[-1].values  # it may register hooks on what it hands back
+            or any(value in self._gradients for value in group[-1].values)
             or self._user.side_outputs.is_used(group[-1].number)
         ):
             group.pop()  # nothing needs what it made

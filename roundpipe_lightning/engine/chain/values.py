@@ -161,8 +161,17 @@ def run_block(
     looked_at = taken if repeats or writes else []
     # Nobody counts writes into tensors of inference mode: a block that writes may have written.
     versions = [None if tensor.is_inference() else tensor._version for tensor in looked_at]
+    leaves = [t for t in taken if t.is_leaf and not t._backward_hooks]  # noqa: SLF001
     with watched(taken):
         result = block(*args, **kwargs)
+    # Others that take the same tensor have leaves of their own.
+    if any(leaf._backward_hooks for leaf in leaves):  # noqa: SLF001
+        warnings.warn(
+            f"Block {name!r} registers a hook on a tensor that it is given: the hook sees the "
+            "gradient from this block and later ones, without that from other uses. Register it "
+            "on what the block computes.",
+            stacklevel=2,
+        )
     written = [
         tensor
         for tensor, version in zip(looked_at, versions, strict=True)
