@@ -56,29 +56,6 @@ def fit(
     return module, trainer
 
 
-def test_the_next_batch_begins_before_the_backward_pass_ends() -> None:
-    begun, is_third = threading.Event(), threading.Event()
-
-    def on_step(view: Any, batch: Any, index: int) -> None:
-        if index == 1:
-            is_third.set()
-        elif index == 2:
-            begun.set()
-
-    def on_backward() -> None:
-        if is_third.is_set():  # in the backward pass of the second batch
-            assert begun.wait(TIMEOUT_SECONDS / 2), "the third batch has not begun"
-
-    module, trainer = fit(on_backward=on_backward, on_step=on_step)
-    gradients: list[int] = []
-    looking = LambdaCallback(on_after_backward=lambda *_: gradients.append(1))
-    plain, plain_trainer = fit(looking)
-    assert len(gradients) == 6
-    assert same_bits(module, plain)
-    assert trainer.logged_metrics == plain_trainer.logged_metrics
-    assert trainer.global_step == plain_trainer.global_step == 2
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_gradients_of_a_window_that_was_not_filled_are_there_in_the_end(dropout: float) -> None:
     looking = LambdaCallback(on_after_backward=lambda *_: None)
@@ -102,17 +79,6 @@ def test_who_asks_for_the_last_step_gets_it() -> None:
 
     fit(Reader())
     assert seen == [True] * 6
-
-
-def test_an_error_of_a_backward_pass_in_flight_is_raised() -> None:
-    steps: list[int] = []
-
-    def on_backward() -> None:
-        if len(steps) > NUM_MICROBATCHES:
-            raise ValueError("the second batch has failed")
-
-    with pytest.raises(ValueError, match="the second batch has failed"):
-        fit(on_backward=on_backward, on_step=lambda view, batch, index: steps.append(index))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +109,12 @@ def test_batches_in_flight_stay_in_flight(tmp_path: Path) -> None:
     monitor, timeline = PipelineMonitor(every_n_steps=1), PipelineTimeline(tmp_path / "drawn")
     report = PlanReport(write=lambda text: None)
     module, trainer = fit(monitor, timeline, report, on_backward=on_backward, on_step=on_step)
-    assert same_bits(module, fit()[0])
+    gradients: list[int] = []
+    plain, one = fit(LambdaCallback(on_after_backward=lambda *_: gradients.append(1)))
+    assert len(gradients) == 6
+    assert same_bits(module, plain)
+    assert {name: trainer.logged_metrics[name] for name in one.logged_metrics} == one.logged_metrics
+    assert trainer.global_step == one.global_step == 2
     assert list(timeline.measured) == [3, 4, 5], "the last one, too"
     figures = monitor.figures
     assert figures["samples_per_second"] * figures["batch_seconds"] == pytest.approx(4)

@@ -387,33 +387,3 @@ def test_plugins_of_other_strategies(name: str) -> None:
     make, message = PLUGINS[name]
     with pytest.raises(ConfigurationError, match=message):
         make_trainer(strategy="roundpipe", plugins=[make()])
-
-
-LAUNCHERS: dict[str, dict[str, str]] = {
-    "torchrun": {
-        "TORCHELASTIC_RUN_ID": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1234",
-        "WORLD_SIZE": "4",
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "GROUP_RANK": "0",
-    },
-    "slurm": {
-        "SLURM_NTASKS": "4",
-        "SLURM_NTASKS_PER_NODE": "4",
-        "SLURM_JOB_NAME": "train",
-        "SLURM_JOB_ID": "7",
-        "SLURM_PROCID": "1",
-        "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "0",
-    },
-}
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_several_processes_of_a_launcher(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
-    for name, value in LAUNCHERS[launcher].items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match=r"4 processes were launched.*without torchrun"):
-        make_trainer(strategy="roundpipe")

@@ -342,6 +342,7 @@ def train_waiting(rank: int, folder: Path, flags: dict[str, Any]) -> int:
     module.layers[0] = Waiting()
     strategy = RoundPipeStrategy(
         timeout_seconds=_SECONDS,
+        microbatching="step",  # else blocks are tried before
         num_microbatches=2,
         hints={"forward": (1, 1, 1), "backward": (1, 1, 1, 1)},
     )
@@ -783,7 +784,8 @@ def test_ranks(tmp_path: Path, variables: dict[str, str], monkeypatch: pytest.Mo
         ({"LOCAL_RANK": "1"}, 1, "LOCAL_RANK=1 is set.*Unset it"),
         ({**_TORCHRUN, "WORLD_SIZE": "16"}, 2, "16 processes were launched for num_nodes=2"),
         ({**_TORCHRUN, "LOCAL_RANK": "1"}, 2, "as number 1 of its host.*--nproc-per-node=1"),
-        (_TORCHRUN, 1, r"2 processes were launched.*Trainer\(num_nodes"),
+        (_TORCHRUN, 1, r"2 processes were launched.*without torchrun.*Trainer\(num_nodes"),
+        ({**_SLURM, "SLURM_NTASKS_PER_NODE": "2"}, 1, "2 processes were launched"),
     ],
 )
 def test_wrong_launches(

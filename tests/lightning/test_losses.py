@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from roundpipe_lightning import linear_cross_entropy
-from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import LossMode
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
@@ -182,8 +181,3 @@ def test_predictions_are_the_plain_ones() -> None:
         assert type(fused.logits) is Tensor
         assert torch.equal(fused.logits, own.logits)
         torch.testing.assert_close(fused.loss, own.loss)
-
-
-def test_an_unknown_loss_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="loss='chunked': set 'auto', 'fused' or 'eager'"):
-        RoundPipeStrategy(loss="chunked")  # type: ignore[arg-type]

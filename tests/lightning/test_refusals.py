@@ -82,7 +82,6 @@ def test_several_processes() -> None:
         ({"plan": 3}, "plan=3: give a Plan, the path"),
         ({"plan": "/does/not/exist.json"}, r"plan='/does/not/exist\.json' does not exist"),
         ({"update": "later"}, "update='later': set 'exact' or 'async'"),
-        ({"update": "never"}, "update='never'"),
         ({"recompute": "some"}, "recompute='some': set 'auto', 'full', 'selective' or 'none'"),
         (
             {"recompute": "none", "hints": {"forward": [4]}},
