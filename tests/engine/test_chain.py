@@ -446,28 +446,6 @@ def test_a_worker_never_holds_more_than_its_stage_and_a_streamed_block() -> None
             engine.plan_for(result.chain, planned)
 
 
-def test_nothing_is_recomputed_where_nothing_needs_a_gradient() -> None:
-    module = Regressor(4)
-    module.requires_grad_(False)
-    module.layers[2].requires_grad_(True)
-    stack, batches = layers_of(module), regression_batches(2)
-    chain = Chain.from_stacks([stack])
-    plain = plain_step(module, batches)
-    runs: list[int] = []
-
-    def note(index: int) -> Callable[..., None]:
-        return lambda *_: runs.append(index) if torch.is_grad_enabled() else None
-
-    for index, layer in enumerate(module.layers):
-        layer.register_forward_pre_hook(note(index))
-    plan = one_block_each(chain, num_workers=2, num_microbatches=2)
-    with Engine(module, stack=stack, devices=cpu_workers(2), plan=plan) as engine:
-        result = mean_step(engine, batches)
-    assert sorted(runs) == [2, 2, 3, 3]
-    assert not differences(module, result, plain)
-    assert [link.backward for link in result.chain.links] == [False, False, True, True]
-
-
 class Counting(Block):
     def __init__(self) -> None:
         super().__init__()

@@ -285,6 +285,7 @@ def test_blocks_below_what_is_trained_run_forward_only(trained: list[str], runs:
     seen.clear()
     result, _ = step(module)
     assert [seen[index] for index in range(4)] == [3 * count for count in runs]
+    assert [link.backward for link in result.chain.links] == [count > 1 for count in runs]
     assert not differences(module, result, plain)
 
 

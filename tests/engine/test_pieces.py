@@ -246,11 +246,20 @@ class AddsMean(Block):
         return super().forward(x) + (self.gate * mean if self.gate.dim() < 2 else self.gate @ mean)
 
 
+class Hooked(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda *_: None)
+
+
+BUFFERS = "buffers.*GroupNorm"
+
+
 @pytest.mark.parametrize(
     ("make_block", "reason"),
     [
-        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), "buffers"),
-        (AddsMean, "other rows"),
+        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), BUFFERS),
+        (AddsMean, "other rows.*trust_rows=True"),
         (partial(AddsMean, WIDTH, WIDTH), "other rows"),
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Centred()), "other rows"),
         (KeepsScale, "buffers"),
@@ -258,6 +267,7 @@ class AddsMean(Block):
         (lambda: KeepsMean(None), "other rows"),
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Capacity()), "other rows"),
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Branches()), "other rows"),
+        (Hooked, "hook.*microbatching='step'"),
     ],
 )
 def test_blocks_that_mix_rows_run_on_the_whole_batch(
@@ -342,7 +352,8 @@ def test_layers_like_one_that_was_compared_run_on_fewer_rows() -> None:
 
 def test_a_block_that_puts_tensors_into_a_list_is_refused() -> None:
     kept: list[Tensor] = []
-    with pytest.raises(CaptureError, match=r"'layers\.0' puts tensors of the batch into a list"):
+    message = r"'layers\.0' puts tensors of the batch into a list.*num_microbatches=1"
+    with pytest.raises(CaptureError, match=message):
         check(Regressor(make_block=lambda: KeepsMean(kept)))
 
 

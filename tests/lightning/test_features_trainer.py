@@ -246,42 +246,6 @@ def test_compiled_parts_are_trained(wrapped: bool, caplog: pytest.LogCaptureFixt
 # Parameters while a step is in flight ------------------------------------------------------------
 
 
-class _Reader(Callback):
-    """Reads parameters, gradients and optimizer states wherever it may."""
-
-    def __init__(self) -> None:
-        self.read: list[Any] = []
-
-    def _read(self, trainer: Any, module: Any, *_: Any) -> None:
-        if trainer.sanity_checking:
-            return
-        optimizer = trainer.optimizers[0]
-        moments = [state["momentum_buffer"] for state in optimizer.state.values() if state]
-        values = [*module.parameters(), *module.state_dict().values(), *moments]
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        self.read.append(
-            (
-                module._current_fx_name,
-                *(float(sum(v.detach().double().sum() for v in x)) for x in (values, gradients)),
-            )
-        )
-
-    on_before_zero_grad = on_before_backward = on_before_optimizer_step = _read  # type: ignore[assignment]
-    on_train_batch_start = on_train_batch_end = on_validation_start = _read  # type: ignore[assignment]
-
-
-def test_callbacks_read_the_values_of_the_moment() -> None:
-    def read(trainer: Trainer, module: Any) -> Any:
-        reader = next(c for c in trainer.callbacks if isinstance(c, _Reader))  # type: ignore[attr-defined]
-        trainer.fit(module, regression_data(24), regression_data(8))
-        return reader.read
-
-    kinds = (RoundPipeStrategy, EmulatedStrategy)
-    one, *others = compare(Regressor, read, kinds=kinds, callbacks=lambda: [_Reader()])
-    for other in others:
-        assert_close(other.result, one.result, tolerance=1e-4)
-
-
 PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 
 

@@ -152,26 +152,6 @@ def test_parameters_without_a_gradient_keep_none() -> None:
     assert trainer.global_step == 4
 
 
-def test_evaluation_and_prediction_equal_one_device_to_the_bit() -> None:
-    torch.manual_seed(3)
-    module = Regressor(dropout=0.5)
-    data = regression_data(19)
-    results = []
-    for strategy, devices in (("auto", 1), (RoundPipeStrategy(), 3)):
-        trainer = make_trainer(strategy=strategy, devices=devices)
-        predictions = trainer.predict(module, data)
-        assert predictions is not None
-        results.append(
-            (
-                trainer.validate(module, data, verbose=False),
-                trainer.test(module, data, verbose=False),
-                torch.cat([torch.as_tensor(part) for part in predictions]),
-            )
-        )
-    assert results[1][:2] == results[0][:2]
-    assert torch.equal(results[1][2], results[0][2])
-
-
 # The graph of one node ---------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning import RoundPipeStrategy
-from roundpipe_lightning.engine.chain.pieces import WholeBatchWarning
-from roundpipe_lightning.errors import CaptureError, ConfigurationError
+from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy import microbatching
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit import training
@@ -233,57 +231,6 @@ def test_stages_that_fuse_the_loss_take_the_whole_batch_and_say_so() -> None:
         make_trainer(strategy=strategy, max_epochs=1).fit(Regressor(), data)
     assert strategy.plan is not None
     assert strategy.plan.num_microbatches == 1
-
-
-def _hook(module: Regressor) -> None:
-    module.layers[0].register_forward_hook(lambda *_: None)
-
-
-def _hook_backward(module: Regressor) -> None:
-    module.layers[1].register_full_backward_hook(lambda *_: None)
-
-
-def _normalise(module: Regressor) -> None:
-    module.layers[0].register_module("norm", nn.BatchNorm1d(WIDTH))
-
-
-def _compare(module: Regressor) -> None:
-    class Centred(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x - x.mean(0)
-
-    module.layers[0].register_module("norm", Centred())
-
-
-def _append(module: Regressor) -> None:
-    class Appending(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            kept.append(x)
-            return x
-
-    kept: list[Tensor] = []
-    module.layers[0].register_module("norm", Appending())
-
-
-ASKED: dict[str, tuple[Callable[[Regressor], None], str]] = {
-    "a hook": (_hook, r"'layers\.0' runs on the whole batch.*hook.*microbatching='step'"),
-    "a backward hook": (_hook_backward, r"'layers\.1' runs on the whole batch.*hook"),
-    "buffers": (_normalise, r"'layers\.0' runs on the whole batch.*buffers.*GroupNorm"),
-    "rows": (_compare, r"'layers\.0' runs on the whole batch.*other rows.*trust_rows=True"),
-    "a list": (_append, r"'layers\.0' puts tensors .* into a list.*num_microbatches=1"),
-}
-
-
-@pytest.mark.parametrize("name", ASKED)
-def test_blocks_that_do_not_run_on_pieces_say_what_to_do(name: str) -> None:
-    change, message = ASKED[name]
-    module = Regressor()
-    change(module)
-    trainer = make_trainer(strategy="roundpipe", devices=2, max_steps=1)
-    refused = pytest.raises(CaptureError, match=message) if name == "a list" else nullcontext()
-    warned = nullcontext() if name == "a list" else pytest.warns(WholeBatchWarning, match=message)
-    with refused, warned:
-        trainer.fit(module, regression_data())
 
 
 class Changing(LanguageModel):

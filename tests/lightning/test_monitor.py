@@ -254,15 +254,6 @@ def test_manual_optimization_has_speed_alone() -> None:
     assert not [name for name in seen.rows[-1] if "idle" in name or "tflop" in name]
 
 
-def test_fit_again_begins_anew() -> None:
-    monitor = PipelineMonitor(every_n_steps=1)
-    _fit(Regressor(), regression_data(), monitor=monitor)
-    first = monitor.figures
-    seen, _ = _fit(Regressor(), regression_data(16), monitor=monitor, max_epochs=2)
-    assert monitor.figures["batch_seconds"] != first["batch_seconds"]
-    assert len([row for row in seen.rows if row]) == 4 + 1 - 2
-
-
 def test_it_rests_where_logging_would_cost_more_than_the_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

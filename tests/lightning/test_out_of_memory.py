@@ -18,15 +18,13 @@ pytestmark = pytest.mark.usefixtures("steps_of_microbatches")
 class _Hungry(Regressor):
     """Runs out of memory for more than four samples at a time."""
 
-    message = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has"
-
     def __init__(self) -> None:
         super().__init__()
         self.batch_size = 2
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if len(batch[0]) > 4:
-            raise torch.OutOfMemoryError(self.message)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
         return super().training_step(batch, batch_idx)
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -55,17 +53,8 @@ def test_batch_size_scaler_finds_the_largest_batch(
     assert trainer.global_step == 16 // num_microbatches
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        _Hungry.message,
-        "HIP out of memory. Tried to allocate 1.00 GiB.",
-        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.",
-    ],
-)
-def test_error_is_lightnings_kind_and_ours(message: str) -> None:
+def test_error_is_lightnings_kind_and_ours() -> None:
     module = _Hungry()
-    module.message = message
     module.batch_size = 32
     trainer = make_trainer(strategy="roundpipe", max_epochs=1)
     with pytest.raises(DeviceMemoryError, match="stage 0") as caught:

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.emulation.server import EmulatedDevice
-from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.strategy import NoBlocksWarning
 from roundpipe_lightning.testing import EmulatedStrategy, assert_trains_as_one_device
@@ -36,7 +35,6 @@ from tests.kit.training import (
     same_bits,
     train_with,
 )
-from tests.lightning.test_logging import _Logging, _Outputs
 
 TOLERANCE = {"sgd": 1e-5, "adamw": 1e-3}
 
@@ -206,36 +204,6 @@ def test_gradients_with_dropout_have_the_same_mean_and_spread() -> None:
 
 
 # On emulated devices ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_logs_metrics_outputs_and_parameters(precision: Any) -> None:
-    runs = []
-    for strategy, devices in (("auto", 1), (EmulatedStrategy(num_microbatches=4), 3)):
-        torch.manual_seed(3)
-        seen = _Outputs()
-        module = _Logging()
-        trainer = make_trainer(
-            strategy=strategy, devices=devices, callbacks=[seen], max_epochs=2, precision=precision
-        )
-        trainer.fit(module, regression_data(16), regression_data(9))
-        trainer.test(module, regression_data(9), verbose=False)
-        predictions = trainer.predict(module, regression_data(9))
-        assert predictions is not None
-        assert all(tag_of(torch.as_tensor(part)) is None for part in predictions)
-        runs.append((module, seen))
-    (expected, one), (module, many) = runs
-    tolerance = 1e-5 if precision == "32-true" else 5e-2
-    assert parameter_error(module.layers, expected.layers) < tolerance * 10
-    for expected_metrics, metrics in zip(one.metrics, many.metrics, strict=True):
-        assert list(metrics) == list(expected_metrics)
-        for key, value in expected_metrics.items():
-            assert tag_of(metrics[key]) is None
-            torch.testing.assert_close(metrics[key], value, rtol=tolerance, atol=tolerance)
-    for output in many.outputs:
-        assert tag_of(output["prediction"]) is None
-    for parameter in module.parameters():
-        assert parameter.grad is None or tag_of(parameter.grad) is None
 
 
 def test_a_user_s_comparison_with_one_device() -> None:

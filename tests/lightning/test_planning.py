@@ -269,20 +269,10 @@ def test_hints_for_a_full_batch_bend_for_a_smaller_one(tmp_path: Path) -> None:
     assert (strategy.plan.team_size, strategy.plan.round_size) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    ("hints", "message"),
-    [
-        (PartitionHints(backward=(1, 2, 2)), r"has 5 blocks, the model has 4"),
-        (PartitionHints(team_size=3), r"team_size=3 does not divide the 2 devices"),
-        (PartitionHints(round_size=8), r"round_size=8 is more than the 4 microbatches"),
-    ],
-)
-def test_impossible_hints_are_refused_before_anything_is_allocated(
-    tmp_path: Path, hints: PartitionHints, message: str
-) -> None:
+def test_impossible_hints_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
     with mock.patch.object(runtime, "Engine") as engine:
-        with pytest.raises(PlanError, match=message):
-            fit(tmp_path, hints=hints)
+        with pytest.raises(PlanError, match="team_size=3 does not divide the 2 devices"):
+            fit(tmp_path, hints=PartitionHints(team_size=3))
         engine.assert_not_called()
 
 

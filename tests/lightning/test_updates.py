@@ -272,26 +272,6 @@ def test_a_step_that_fails_half_way_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert not [t for t in threading.enumerate() if t.name == "roundpipe-updates"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        torch.optim.Adafactor,
-        partial(torch.optim.SGD, momentum=0.9, nesterov=True),
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        partial(torch.optim.AdamW, fused=True),
-    ],
-)
-def test_other_optimizers(kind: Any, slow_updates: None) -> None:
-    class Chosen(Grouped):
-        pass
-
-    Chosen.kind = staticmethod(kind)
-    strategies = [PlainLoop(4), Overlapping(num_microbatches=4)]
-    runs = train_with(strategies, Chosen, shuffled(), max_epochs=2)
-    assert same_bits(*(module for module, _ in runs))
-
-
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
 def test_optimizers_of_bitsandbytes(name: str) -> None:
     """They keep tables, and settings by the number of the parameter: they are stepped whole."""
@@ -813,30 +793,6 @@ def test_staleness_by_hand(
 
 def vectors(num_batches: int = 4) -> Any:
     return torch.utils.data.DataLoader([torch.zeros(1)] * 4 * num_batches, batch_size=4)  # type: ignore[arg-type]
-
-
-def test_async_goes_on_after_a_resume_as_if_it_had_never_stopped(tmp_path: Path) -> None:
-    def run(name: str, **flags: Any) -> Sum:
-        module = Sum(RATES)
-        trainer = make_trainer(
-            tmp_path / name,
-            strategy=RoundPipeStrategy(num_microbatches=2, update="async"),
-            limit_val_batches=0,
-            **{"max_epochs": 2, **flags.pop("flags", {})},
-        )
-        trainer.fit(module, vectors(), **flags)
-        return module
-
-    saving = ModelCheckpoint(tmp_path / "saved", every_n_epochs=1, save_top_k=-1)
-    first = run("first", flags={"callbacks": [saving], "enable_checkpointing": True})
-    assert first.history == by_hand(1)
-    written = min((tmp_path / "saved").glob("*.ckpt"))
-    saved = torch.load(written, weights_only=True)
-    assert float(saved["state_dict"]["layers.0.weight"]) == by_hand(1)[3]
-    again = ModelCheckpoint(tmp_path / "again", every_n_epochs=1, save_top_k=-1)
-    flags = {"callbacks": [again], "enable_checkpointing": True}
-    second = run("second", flags=flags, ckpt_path=written)
-    assert second.history == by_hand(1)[4:]
 
 
 # --------------------------------------------------------------------------------------- bad input

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.work import (
     Amount,
@@ -111,11 +110,6 @@ def test_cuts_that_do_not_fit_are_said_with_their_size() -> None:
     assert answer.planned is None
     assert answer.layout.partition.backward == (0, 6)
     assert answer.memory.device.missing_bytes
-
-
-def test_hints_that_cannot_be_kept_are_refused() -> None:
-    with pytest.raises(PlanError, match="has 5 blocks, the model has 6"):
-        fit_training(job(hints=PartitionHints(backward=(2, 3))))
 
 
 def test_accumulated_batches_are_one_stream() -> None:
