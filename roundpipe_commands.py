@@ -318,7 +318,14 @@ def explain(error: BaseException, name: str, folder: Path) -> str:
         if other != key
     ]
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
-    return f"There is no setting {key}.{meant} --cfg job shows all; +{key}=... adds one."
+    if not _is_unread(key, [], folder):
+        return f"There is no setting {key}.{meant} --cfg job shows all; +{key}=... adds one."
+    others = [
+        f" roundpipe-{other} has it."
+        for other in _HELP
+        if re.search(rf"^{key}:", (folder / f"{other}.yaml").read_text("utf-8"), re.MULTILINE)
+    ]
+    return f"There is no setting {key}.{meant}{''.join(others)} --cfg job shows all."
 
 
 def _not_a_setting(words: str) -> str:
@@ -360,6 +367,8 @@ def in_settings(arguments: list[str], folder: Path) -> list[str]:
     `data=` and `model=` name a file of `conf/data` and `conf/model`. A value that names none and
     has a dot, a slash or a star in it, is a list, or is here, is a file of data (`data.files=`), or
     a model of the hub or a folder (`model.hub_name=`). Files alone are data, too, of `data=chat`.
+    `hardware=` with a file of YAML is `hardware_file=`. An added setting that nothing would read
+    (`+push_to_hub=`) loses its `+`, so that it is refused, unless another refers to it.
     """
     given = dict(each.split("=", 1) for each in arguments if "=" in each)
     found = []
@@ -367,6 +376,10 @@ def in_settings(arguments: list[str], folder: Path) -> list[str]:
         name, _, value = argument.partition("=")
         if value in _WORDS and not (folder / name).is_dir():
             argument = f"{name}={_WORDS[value]}"
+        if name[:1] == "+" and _is_unread(name.lstrip("+"), arguments, folder):
+            argument = argument.lstrip("+")
+        if name == "hardware" and value.endswith((".yaml", ".yml")):
+            argument = f"hardware_file={value}"
         is_group = (folder / name / f"{value}.yaml").is_file()
         is_place = re.search(r"[./*{\[]", value) or (value and Path(value).exists())
         if name == "data.files" and "data" not in given and value[:1] not in ("", "'", '"'):
@@ -378,6 +391,13 @@ def in_settings(arguments: list[str], folder: Path) -> list[str]:
         else:
             found += _model_settings(value, folder)
     return found
+
+
+def _is_unread(key: str, arguments: list[str], folder: Path) -> bool:
+    """Return whether nothing would read an added setting, because no class is given it."""
+    group = key.partition(".")[0].partition("@")[0]
+    is_given = (folder / group).is_dir() and group not in ("partition", "paths")
+    return not (is_given or any(f"${{{key}" in argument for argument in arguments))
 
 
 def _data_settings(value: str, given: dict[str, str], folder: Path) -> list[str]:

@@ -22,11 +22,12 @@ from roundpipe_lightning.cli.callbacks import (
     RunStatistics,
     useful_callbacks,
 )
-from roundpipe_lightning.cli.job import Job, whole
-from roundpipe_lightning.cli.objects import build, build_each
+from roundpipe_lightning.cli.job import Job
+from roundpipe_lightning.cli.objects import build, build_each, whole
 from roundpipe_lightning.cli.plan.answer import check_memory
 from roundpipe_lightning.data import (
     ClassificationDataModule,
+    FileDataModule,
     JudgedDataModule,
     PreferenceDataModule,
     VisionDataModule,
@@ -90,10 +91,13 @@ def build_run(config: DictConfig) -> Run:
     job = job.with_microbatches()
     config, module = job.config, job.new_module()
     check_batches(module, data)
+    if isinstance(data, FileDataModule) and not data.options.validates:
+        _leave_out_validation(config)
     statistics, interrupt = RunStatistics(), GracefulInterrupt()
     _go_on_from(checkpoint, config)
-    loggers: list[Logger] = build_each(config.logger)
-    callbacks = useful_callbacks(build_each(config.callbacks), config.trainer, logs=bool(loggers))
+    loggers: list[Logger] = build_each("logger", config.logger)
+    callbacks = build_each("callbacks", config.callbacks)
+    callbacks = useful_callbacks(callbacks, config.trainer, logs=bool(loggers))
     for callback in callbacks:
         if isinstance(callback, LastCheckpoint):
             exists(callback.path)  # that its place can be reached
@@ -121,6 +125,17 @@ def build_run(config: DictConfig) -> Run:
         interrupt=interrupt,
         checkpoint=checkpoint,
     )
+
+
+def _leave_out_validation(config: DictConfig) -> None:
+    """Settings of a run whose samples are all trained on."""
+    if config.test:
+        raise ConfigurationError(
+            "test=true tests what is validated on, and data.validation_share=0 leaves nothing."
+        )
+    config.validate, config.trainer.limit_val_batches = False, 0
+    if str(config.optimized_metric).startswith("val_"):
+        config.optimized_metric = None
 
 
 def _go_on_from(checkpoint: str | None, config: DictConfig) -> None:

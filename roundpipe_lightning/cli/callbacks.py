@@ -23,7 +23,8 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from roundpipe_lightning.callbacks.pictures import PipelineTimeline, PlanReport
-from roundpipe_lightning.cli.job import is_roundpipe, whole
+from roundpipe_lightning.cli.job import is_roundpipe
+from roundpipe_lightning.cli.objects import whole
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.strategy.compat import stop_after_batch
 

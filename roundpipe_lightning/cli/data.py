@@ -13,8 +13,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from roundpipe_lightning.cli.job import whole
-from roundpipe_lightning.cli.objects import build, run_explained
+from roundpipe_lightning.cli.objects import build, run_explained, whole
 from roundpipe_lightning.data import ByteDataModule, ClassificationDataModule, FileDataModule
 from roundpipe_lightning.data.samples import IGNORED, Sample
 from roundpipe_lightning.errors import ConfigurationError
@@ -27,6 +26,7 @@ def run(config: DictConfig) -> int | None:
 def show(config: DictConfig) -> None:
     """Print the form of each file, a sample of each form, and what the rows come to."""
     most = whole("tokens", config.tokens)
+    whole("data.batch_size", config.data.get("batch_size"))
     config.data.batch_size = 1  # however few samples there are
     data = build(config.data)
     if isinstance(data, ByteDataModule) or not isinstance(data, FileDataModule):

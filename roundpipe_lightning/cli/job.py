@@ -28,7 +28,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from roundpipe_lightning.cli.objects import build, choice, read_adapters, read_hardware, size_of
+from roundpipe_lightning.cli.objects import (
+    build,
+    call,
+    choice,
+    read_adapters,
+    read_hardware,
+    size_of,
+    whole,
+)
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.microbatch import loss_of
@@ -122,7 +130,7 @@ class Job:
             raise HardwareError(
                 f"hardware={choice('hardware')}: this machine has no accelerator. Train with "
                 "hardware=cpu; or plan for a machine by name, such as hardware=rtx4090x8 "
-                "(conf/hardware has them all), or by its figures: hardware_file=path/to/mine.yaml."
+                "(conf/hardware has them all), or by its figures: hardware=path/to/mine.yaml."
             )
         return kind == "cpu" or not there
 
@@ -166,7 +174,8 @@ class Job:
         if num_nodes > 1 or spec is not None:
             sizes["network_bytes_per_second"] = rate
         if spec is None:
-            sizes["host_bytes"] = sizes["host_bytes"] or hardware.get("host_bytes")
+            given_bytes = size_of("hardware.host_bytes", hardware.get("host_bytes"))
+            sizes["host_bytes"] = sizes["host_bytes"] or given_bytes
             sizes["disk_bytes_per_second"] = hardware.get("disk_bytes_per_second")
         given = {name: size for name, size in sizes.items() if size is not None}
         if spec is None and not given:
@@ -219,7 +228,7 @@ class Job:
             make: Any = build(config, _partial_=True)  # Hydra would take a machine for settings
         else:
             make = StrategyRegistry[str(config)]["strategy"]
-        strategy: RoundPipeStrategy = make(hardware=self.hardware)
+        strategy: RoundPipeStrategy = call("trainer.strategy", make, hardware=self.hardware)
         return strategy
 
     @property
@@ -276,7 +285,9 @@ class Job:
     def new_module(self) -> LightningModule:
         """The module that is trained; its model is built by `configure_model`."""
         config = self.config
-        module: LightningModule = build(config.module)(
+        module: LightningModule = call(
+            "module",
+            build(config.module),
             self.source,
             optimizer=build(config.optimizer),
             scheduler=build(config.scheduler),
@@ -509,15 +520,6 @@ _NAMES_OF_LAYERS = (
 def is_roundpipe(strategy: Any) -> bool:
     name = strategy.get("_target_", "") if isinstance(strategy, Mapping) else str(strategy)
     return "roundpipe" in name.lower()
-
-
-def whole(name: str, value: object, *, least: int = 1) -> int:
-    """The value of a setting; ConfigurationError: it is no whole number of at least so much."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigurationError(f"{name}={value!r}: give a whole number.")
-    if value < least:
-        raise ConfigurationError(f"{name}={value} must be {least} or more.")
-    return value
 
 
 @dataclass(kw_only=True, eq=False)

@@ -9,11 +9,12 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -98,6 +99,8 @@ def build(config: Any, **extra: Any) -> Any:
 
     `config` is a node with a `_target_`, or null for None.
     """
+    if config is not None and "_target_" in config:
+        _check_switches(config)
     try:
         return instantiate(config, _convert_="all", **extra)
     except MissingMandatoryValue as error:
@@ -117,9 +120,46 @@ def build(config: Any, **extra: Any) -> Any:
         raise
 
 
-def build_each(config: DictConfig | None) -> list[Any]:
+def _check_switches(config: DictConfig) -> None:
+    """Refuse text where true or false is meant: any text counts as true."""
+    for name, parameter in signature(get_object(config["_target_"])).parameters.items():
+        is_switch = parameter.annotation in ("bool", bool, bool | None)
+        if is_switch and isinstance(config.get(name), str):
+            check_switch(config._get_full_key(name), config[name])  # noqa: SLF001 - no other way
+
+
+def check_switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!s}: give true or false.")
+
+
+def whole(name: str, value: object, *, least: int = 1) -> int:
+    """The value of a setting; ConfigurationError: it is no whole number of at least so much."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r}: give a whole number.")
+    if value < least:
+        raise ConfigurationError(f"{name}={value} must be {least} or more.")
+    return value
+
+
+def call(name: str, make: Callable[..., Result], *values: Any, **named: Any) -> Result:
+    """What a partial of the configuration makes; ConfigurationError: it does not take a setting."""
+    try:
+        return make(*values, **named)
+    except TypeError as error:
+        raise ConfigurationError(f"{name}: {error}") from error
+
+
+def build_each(group: str, config: DictConfig | None) -> list[Any]:
     """The objects of a group that holds several of them, such as callbacks and loggers."""
-    return [build(node) for node in (config or {}).values() if node is not None]
+    found = []
+    for name, node in (config or {}).items():
+        if node is not None and not (isinstance(node, DictConfig) and "_target_" in node):
+            key = f"{group}.{name!s}"
+            raise ConfigurationError(f"{key} has no class: set {key}._target_.")
+        if node is not None:
+            found.append(build(node))
+    return found
 
 
 def read_adapters(config: DictConfig | Mapping[str, Any]) -> Adapters | None:
@@ -138,6 +178,13 @@ _LEAST_BYTES = 2**18  # less without a unit is a number whose unit was forgotten
 _SIZES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
+_AT_HAND = {
+    *("accelerator", "devices", "cpu_workers", "workers_per_device"),
+    *("host_memory", "device_memory", "host_bytes", "disk_bytes_per_second"),
+}
+"""Settings of `hardware` that are read where no machine is named."""
+
+
 def read_hardware(config: DictConfig) -> HardwareSpec | None:
     """The machine that is named or described; None: the one at hand."""
     if config.hardware_file is not None:
@@ -147,6 +194,11 @@ def read_hardware(config: DictConfig) -> HardwareSpec | None:
     if figures.get("devices", "auto") is None:  # `mixed`, of which nothing is said
         figures["devices"] = {}
     if "device_name" not in figures and not isinstance(figures.get("devices"), dict):
+        for key in figures.keys() - _AT_HAND:
+            raise HardwareError(
+                f"hardware.{key} is not read where no machine is named: figures are those of the "
+                f"one at hand. There are: {', '.join(sorted(_AT_HAND))}."
+            )
         return None
     for key in ("host_memory", "device_memory"):
         figures.pop(key, None)

@@ -31,8 +31,7 @@ from roundpipe_lightning.cli.build import (
     tell_settings,
 )
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
-from roundpipe_lightning.cli.job import whole
-from roundpipe_lightning.cli.objects import run_explained
+from roundpipe_lightning.cli.objects import check_switch, run_explained, whole
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.models.quantized import encodings_of
@@ -77,6 +76,8 @@ def train(config: DictConfig) -> float | None:
 def run_training(config: DictConfig) -> tuple[Run, dict[str, float], dict[str, Any]]:
     """As `train`: the run that has ended, what it measured, and the figures of its summary."""
     whole("seed", config.seed, least=0)
+    for name in ("train", "validate", "test"):
+        check_switch(name, config[name])
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     run = build_run(_with_interval(for_hosts(config)))
     folder = Path(run.config.paths.output_dir)

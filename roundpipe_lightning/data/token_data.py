@@ -45,7 +45,8 @@ class FileOptions:
         seq_len: Tokens of a sample, or of a packed row, at most.
         batch_size: Samples or packed rows of a batch, before it is split into microbatches.
         validation_files: Where the validation samples are; None: some of `files` are taken.
-        validation_share: Share of the samples of `files` that is validated on and not trained on.
+        validation_share: Share of the samples of `files` that is validated on and not trained on;
+            0: there is no validation.
         too_long: What becomes of longer samples: `refuse`, `drop`, `cut_end` or `cut_start`.
         pad_to_multiple_of: The length of a batch is a multiple of this.
         seed: Seed of the order of the training samples. Which samples are validated on does not
@@ -81,20 +82,27 @@ class FileOptions:
                 raise ConfigurationError(
                     f"data.{name}={value} must be a whole number of at least {minimum}."
                 )
-        if not 0 < self.validation_share < 1:
+        if not 0 <= self.validation_share < 1:
             raise ConfigurationError(
-                f"data.validation_share={self.validation_share} must lie between 0 and 1."
+                f"data.validation_share={self.validation_share} must be 0 (no validation) or "
+                "more, and less than 1."
             )
+        if not isinstance(self.streaming, bool):
+            raise ConfigurationError(f"data.streaming={self.streaming}: give true or false.")
         known = [policy.value for policy in TooLong]
         if self.too_long not in known:
             raise ConfigurationError(
                 f"data.too_long={self.too_long!r} is not one of {', '.join(known)}."
             )
-        if self.streaming and self.validation_files is None:
+        if self.streaming and self.validation_files is None and self.validates:
             raise ConfigurationError(
                 "data.streaming=true reads the training samples as it goes and can set none aside: "
-                "name data.validation_files."
+                "name data.validation_files, or set data.validation_share=0."
             )
+
+    @property
+    def validates(self) -> bool:
+        return self.validation_files is not None or self.validation_share > 0
 
     @property
     def policy(self) -> TooLong:
@@ -208,7 +216,7 @@ class FileDataModule(LightningDataModule):
         given = self.options.validation_files
         if self.options.streaming:
             self.files.parts()  # that they are there
-            validation = self.encode_all(as_source(given))
+            validation = {} if given is None else self.encode_all(as_source(given))
             self.train_rows, self.validation_rows = (), self._rows_to_validate(validation)
             self._report("read while training goes on")
             return
@@ -234,7 +242,7 @@ class FileDataModule(LightningDataModule):
 
     def _rows_to_validate(self, samples: Mapping[str, Sequence[Any]]) -> Sequence[Row]:
         rows = self.arrange(list(chain.from_iterable(samples.values())))
-        if not rows:
+        if samples and not rows:
             raise ConfigurationError(
                 "The validation texts are shorter than one window of "
                 f"data.seq_len={self.seq_len} tokens. Give more, or lower data.seq_len."
@@ -272,8 +280,8 @@ class FileDataModule(LightningDataModule):
         )
         return StreamLoader(stream, num_workers=options.num_workers)
 
-    def val_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.validation_rows)
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        return self._loader(self.validation_rows) if self.options.validates else []
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -330,6 +338,8 @@ def _split(
     parts: Mapping[str, Sequence[Any]], *, share: float
 ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
     """Take a share of the samples out, always the same ones of the same number of samples."""
+    if not share:
+        return {part: list(inside) for part, inside in parts.items()}, {}
     samples = [(part, sample) for part, inside in parts.items() for sample in inside]
     num_taken = max(1, round(len(samples) * share))
     if num_taken >= len(samples):

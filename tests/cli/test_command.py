@@ -94,6 +94,8 @@ def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
         ("optimizer.lr=1e-4,", "'optimizer.lr=1e-4,' cannot be read (mismatched input '<EOF>')."),
         ("model.hub_name=[a", "Text is given as 'model.hub_name=\"[a\"'."),
         ("--data", "'--data' is no setting. Write them as NAME=VALUE"),
+        ("+push_to_hub=a/b", "There is no setting push_to_hub. roundpipe-export has it."),
+        ("+partition.team=2", "Did you mean partition.team_size or"),
         ("--config", "'--config' is no setting. Write them as NAME=VALUE"),
     ],
 )
@@ -122,11 +124,13 @@ def test_what_the_command_line_gets_wrong_is_one_line(
         ("data=text model=tiny", ["data=text", "model=tiny"]),
         ("model=Qwen/Qwen3-8B", ["model=qwen3_8b", "model.weights=pretrained"]),
         ("model=me/mine", ["model=hub", "model.hub_name='me/mine'"]),
+        ("hardware=my/own.yaml", ["hardware_file=my/own.yaml"]),
+        ("+w=2 data.seq_len=${w} ++v=1", ["+w=2", "data.seq_len=${w}", "v=1"]),
         ("data=chats", ["data=chats"]),  # an error that lists what there is
     ],
 )
 def test_files_and_models_are_named_by_themselves(given: str, meant: list[str]) -> None:
-    words = [given] if "{" in given else given.split()
+    words = [given] if "{a" in given else given.split()
     assert commands.in_settings(words, config_folder()) == meant
 
 
@@ -162,6 +166,8 @@ def test_data_is_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     assert "[[a|n|s|w|e|r| |0|<|im_end|>]]" in done.stdout
     assert (done.stdout + caplog.text).count("Data: a.jsonl (Alpaca); 8 samples in") == 1
     assert "Data: a.jsonl (Alpaca); 8 samples in" in done.stdout
+    done = run_program(commands.data, tmp_path, *words, "data.batch_size=0")
+    assert (done.returncode, done.stderr) == (2, "\nError: data.batch_size=0 must be 1 or more.\n")
     (tmp_path / "a.jsonl").write_text('{"ask": "x"}', encoding="utf-8")
     done = run_program(commands.data, tmp_path, "data=a.jsonl")
     assert done.returncode == 2

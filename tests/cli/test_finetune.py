@@ -198,6 +198,31 @@ def test_what_was_trained_can_be_exported(
         assert tensors["score.weight"].shape == (2, 32)
 
 
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_nothing_need_be_validated_on(
+    streaming: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    every = ("data.validation_share=0", f"data.streaming={streaming}", "trainer.max_steps=2")
+    every += ("trainer.val_check_interval=1",)
+    train(compose_experiment("chat_lora", tmp_path, *every))
+    assert summary(tmp_path)["val_loss"] is None
+    assert summary(tmp_path)["num_steps"] == 2
+    assert "Warning" not in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match=r"data\.validation_share=0 leaves nothing"):
+        build_run(compose_experiment("chat_lora", tmp_path, *every, "test=true"))
+
+
+def test_a_word_is_no_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    for name in ("packing", "streaming"):
+        with pytest.raises(ConfigurationError, match=rf"^data\.{name}=maybe: give true or false"):
+            build_run(compose_experiment("chat_lora", tmp_path, f"data.{name}=maybe"))
+
+
 def test_data_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError, match=r"nothing is found at 'examples/data/chat\.jsonl"):

@@ -214,6 +214,13 @@ MISTAKES = {
     "trainer.max_steps=abc": "trainer.max_steps='abc': give a whole number",
     "trainer.gradient_clip_val=abc": "trainer: `gradient_clip_val` should be an int or a flo",
     "scheduler.min_lr_rate=abc": "scheduler.min_lr_rate=abc must be between 0.0 and 1.0",
+    "+trainer.strategy.foo=1": "trainer.strategy: RoundPipeStrategy.__init__() got an unexpected",
+    "+module.foo=1": "module: TransformersModule.__init__() got an unexpected",
+    "+callbacks.foo.x=1": "callbacks.foo has no class: set callbacks.foo._target_",
+    "hardware=auto +hardware.foo=1": "hardware.foo is not read where no machine",
+    "train=maybe": "train=maybe: give true or false",
+    "trainer.strategy.replan=maybe": "trainer.strategy.replan=maybe: give true or false",
+    "trainer.enable_progress_bar=maybe": "trainer.enable_progress_bar=maybe: give true or false",
 }
 """Overrides, and what a `ConfigurationError` names."""
 
@@ -319,6 +326,12 @@ def test_the_configuration_that_was_given_is_left_alone(tmp_path: Path) -> None:
     assert config.trainer.devices == "auto"
     assert run.config.trainer.devices == 4
     assert run.trainer.num_devices == 4
+
+
+def test_bytes_may_be_written_as_a_number_of_any_kind(tmp_path: Path) -> None:
+    for hardware in ("auto", "cpu", "rtx4090"):
+        given = (f"hardware={hardware}", "hardware.host_bytes=24e9")
+        assert Job(compose_small(tmp_path, *given)).machine.host_bytes == 24 * 10**9
 
 
 def test_a_strategy_can_be_named(tmp_path: Path) -> None:

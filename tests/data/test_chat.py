@@ -221,6 +221,10 @@ def test_validation_samples_are_not_trained_on_and_do_not_depend_on_the_seed(
     assert not any(row in train for row in validation)
     assert parts(1)[1] == validation
     assert parts(1)[0] != train
+    every = make(tmp_path, *talks, packing=False, validation_share=0)
+    every.setup()
+    assert sum(len(batch["labels"]) for batch in every.train_dataloader()) == 10
+    assert every.val_dataloader() == []
 
 
 def test_validation_files_can_be_named(tmp_path: Path) -> None:
@@ -280,7 +284,7 @@ def test_too_few_samples_are_refused(tmp_path: Path) -> None:
         ({"seq_len": 1}, r"data\.seq_len=1 must be a whole number of at least 2"),
         ({"seq_len": "long"}, r"data\.seq_len=long must be a whole number"),
         ({"batch_size": 0}, r"data\.batch_size=0 must be a whole number of at least 1"),
-        ({"validation_share": 1.0}, r"data\.validation_share=1\.0 must lie between 0 and 1"),
+        ({"validation_share": 1.0}, r"data\.validation_share=1\.0 must be 0 \(no validation\)"),
         ({"too_long": "cut"}, r"data\.too_long='cut' is not one of"),
         ({"no_target": "keep"}, r"data\.no_target='keep' is not one of drop, refuse"),
     ],

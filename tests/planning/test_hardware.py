@@ -91,10 +91,13 @@ def test_a_geforce_doubles_its_rate_with_float16_sums() -> None:
 
 def test_a_file_of_ones_own_may_name_a_device(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
-    mine.write_text("defaults: [rtx4090]\ndevices: 3\nefficiency: {host: 0.3}\n")
+    mine.write_text("defaults: [rtx4090]\ndevices: 3\nefficiency: {host: 0.3}\nhost_bytes: 24e9\n")
     spec = load_hardware("rtx4090x3")
     assert load_hardware(mine) == replace(
-        spec, name="mine", efficiency=replace(spec.efficiency, host=0.3)
+        spec,
+        name="mine",
+        efficiency=replace(spec.efficiency, host=0.3),
+        host_bytes=24 * 10**9,
     )
 
 

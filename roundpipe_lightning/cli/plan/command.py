@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_commands import EXIT_DOES_NOT_FIT
 from roundpipe_lightning.cli.job import Job
-from roundpipe_lightning.cli.objects import run_explained
+from roundpipe_lightning.cli.objects import check_switch, run_explained
 from roundpipe_lightning.cli.plan.answer import (
     Change,
     HostPlan,
@@ -440,6 +440,8 @@ def plan(config: DictConfig) -> PlanOutput:
     """Answer a configuration, and write the plan and its pictures into the run's folder."""
     if config.output not in ("text", "json"):
         raise ConfigurationError(f"output={config.output} is not one of text, json.")
+    for name in ("train", "longest"):
+        check_switch(name, config[name])
     counts, machines = read_nodes(config)
     job, *more = [Job(_with_nodes(config, count)) for count in counts or [1]]
     if job.strategy is None:

@@ -289,7 +289,7 @@ def _named(name: str) -> dict[str, Any]:
             )
             raise HardwareError(
                 f"hardware={name!r} is not known. {hint} Write the number of devices behind it, as "
-                "in rtx4090x8, or give a file of your own: hardware=path/to/mine.yaml."
+                "in rtx4090x8, or give a file of your own: path/to/mine.yaml."
             )
         counts[device] = counts.get(device, 0) + count
     return {"name": name, "devices": counts}
@@ -319,7 +319,11 @@ def hardware_from_mapping(
     devices = figures.pop("devices", None)
     if devices == "auto":
         devices = figures.get("cpu_workers")
-    figures = {k: v for k, v in figures.items() if k not in _RUN_SETTINGS and v is not None}
+    figures = {
+        k: int(v) if isinstance(v, float) and v.is_integer() and k.endswith("_bytes") else v
+        for k, v in figures.items()
+        if k not in _RUN_SETTINGS and v is not None
+    }
     if isinstance(devices, Mapping):
         return _of_names(devices, figures, folder)
     if devices is not None:
