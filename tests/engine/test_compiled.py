@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_lightning.engine.capture.compiled import BlockCompiler, kind_of, plain_copy
+from roundpipe_lightning.engine.capture.compiled import BlockCompiler, kind_of
 from roundpipe_lightning.engine.capture.randomness import RandomStream, StepDraws
 from roundpipe_lightning.errors import ConfigurationError
 from tests.kit.architectures import CausalLM, decoder_stack, tiny_causal_lm, token_batches
@@ -131,18 +131,6 @@ def test_a_block_that_draws_draws_the_same_again() -> None:
     assert torch.equal(first, drawn(0))
     assert not torch.equal(first, drawn(1))
     assert torch.equal(generator.get_state(), before)
-
-
-def test_a_copy_has_the_classes_and_attributes_of_the_original() -> None:
-    block = Block(7)
-    shared = nn.Sequential(block, block)
-    leaves = Placed()
-    copy = plain_copy(shared, parameter=leaves.leaf_of, buffer=leaves.buffer_of)
-    assert copy[0] is copy[1]  # type: ignore[index]
-    assert copy[0] is not block  # type: ignore[index]
-    assert copy[0].number == 7  # type: ignore[index]
-    assert kind_of(copy) == kind_of(shared)
-    assert set(leaves.leaves) == set(block.parameters())
 
 
 @pytest.mark.parametrize("change", ["frozen", "dtype", "training"])

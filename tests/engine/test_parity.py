@@ -256,29 +256,6 @@ def test_values_are_those_of_one_device(workers: Workers, mode: Mode, num_worker
             assert tag_of(got["loss"]) is None
 
 
-class _InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.activation = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.linear(self.activation(x))
-        return out
-
-
-@on_any_workers
-@without_gradients
-def test_blocks_that_write_into_their_arguments(workers: Workers, mode: Mode) -> None:
-    module = Regressor()
-    module.layers = nn.ModuleList(_InPlace() for _ in range(4))
-    (batch,) = regression_batches(1)
-    with mode():
-        want = _validate(module.eval(), batch)["loss"]
-    with engine_for(module, num_microbatches=1, devices=workers(2)) as engine, mode():
-        assert torch.equal(engine.evaluate(_validate, batch)["loss"], want)
-
-
 def test_it_runs_in_the_callers_thread_and_blocks_may_be_called_again() -> None:
     module = Regressor().eval()
     (batch,) = regression_batches(1)

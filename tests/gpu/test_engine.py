@@ -41,23 +41,6 @@ def test_gradients_are_those_of_the_processor(
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
-def test_the_number_of_workers_changes_nothing() -> None:
-    module = Regressor()
-    stack, batches = layers_of(module), regression_batches(4)
-    results = [
-        engine_step(
-            module,
-            stack,
-            plan_of(stack, num_workers=num, num_microbatches=4),
-            batches,
-            devices=workers(num),
-        )
-        for num in (1, 2, 4)
-    ]
-    for other in results[1:]:
-        assert all(torch.equal(other.gradients[p], g) for p, g in results[0].gradients.items())
-
-
 @pytest.mark.parametrize("resident", [(), ((0, 2), (1,))])
 def test_slots_and_blocks_that_stay_change_no_bit(resident: tuple[tuple[int, ...], ...]) -> None:
     module = Regressor(4)

@@ -361,53 +361,6 @@ def test_hosts_exchange_beside_both_passes(tmp_path: Path, flags: dict[str, Any]
 # Faults ------------------------------------------------------------------------------------------
 
 
-def train_with_a_lie(
-    rank: int, num: int, folder: Path, case: Case, where: str, lie: Any
-) -> dict[str, Any]:
-    """Train with a function of the package that does something else."""
-    with mock.patch(f"roundpipe_lightning.{where}", lie):
-        return train(rank, num, folder, case)
-
-
-def _first_of(sums: Tensor, taken: Sequence[Tensor]) -> None:
-    sums.copy_(taken[0])
-
-
-def _nothing(*_: Any) -> None:
-    """Lose a chunk of what came."""
-
-
-def _swapped(values: Sequence[Tensor], elements: slice, new: Tensor) -> None:
-    """Write what came to other places."""
-    write_range(values, elements, new.roll(len(new) // 2))
-
-
-def _equal_shares(counts: Sequence[float], **_: float) -> list[float]:
-    return [1 / len(counts)] * len(counts)
-
-
-LIES: dict[str, tuple[Case, str, Any]] = {
-    "a host's gradients lost": (Case(), "engine.exchange.exchange._add_into", _first_of),
-    "new values lost": (Case(), "engine.exchange.exchange.write_range", _nothing),
-    "new values swapped": (Case(), "engine.exchange.exchange.write_range", _swapped),
-    "a plain mean": (Case(padded=True), "strategy.hosts.data.shares_of", _equal_shares),
-}
-
-
-@pytest.mark.parametrize("name", LIES)
-def test_a_fault_shows(
-    tmp_path: Path,
-    name: str,
-    one_host: Callable[[str], Any],
-    hosts: Callable[[int], HostsAtWork],
-) -> None:
-    """The comparison with one host fails when something is wrong."""
-    case, where, lie = LIES[name]
-    seen = hosts(2).run(train_with_a_lie, 2, tmp_path, case, where, lie)[0]
-    one = one_host("padded" if case.padded else "sgd")
-    assert difference(seen["parameters"], one["parameters"]) > 1e-4
-
-
 def _once_wrong() -> Iterator[Any]:
     yield ZeroDivisionError("of one host")
     while True:

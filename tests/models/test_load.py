@@ -7,12 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.checkpoint_loading import run_case, write_checkpoint
 from roundpipe_lightning.errors import ConfigurationError, FitError, ModelSourceError
 from roundpipe_lightning.models.load import draw_weights, load_module
-from roundpipe_lightning.models.source import Head
 from roundpipe_lightning.modules import ModelSource
 from tests.kit.architectures import TINY
 
@@ -86,16 +85,6 @@ def test_loads_what_transformers_loads(
         assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.config.name_or_path == str(tmp_path)
     assert model.generation_config.to_dict() == expected.generation_config.to_dict()
-
-
-def test_a_new_head_on_a_published_base(tmp_path: Path) -> None:
-    saved = save(tmp_path, TINY)
-    options: dict[str, Any] = {"head": Head.SEQUENCE_CLASSIFICATION}
-    model = source(tmp_path, **options, config_changes={"num_labels": 3, "pad_token_id": 0}).build()
-    assert isinstance(model, type(AutoModelForSequenceClassification.from_config(model.config)))
-    assert torch.equal(model.model.embed_tokens.weight, saved.model.embed_tokens.weight)
-    assert model.score.weight.shape == (3, 16)
-    assert 0 < model.score.weight.std() < 0.1
 
 
 def test_every_tensor_that_does_not_fit_is_listed(tmp_path: Path) -> None:

@@ -276,44 +276,10 @@ def test_a_head_for_classes_stands_on_either_kind_of_weights(tmp_path: Path) -> 
     assert torch.equal(loaded.get_parameter(name), base.get_parameter(name))
 
 
-def test_pretrained_weights_come_from_a_local_folder(tmp_path: Path) -> None:
-    saved = ModelSource(architecture=TINY, seed=3).build()
-    saved.save_pretrained(tmp_path)
-    source = ModelSource(architecture={}, hub_name=str(tmp_path), weights="pretrained")
-    loaded = source.build()
-    assert loaded.training
-    assert source.load_config().hidden_size == 16
-    expected = saved.state_dict()
-    assert all(torch.equal(expected[name], value) for name, value in loaded.state_dict().items())
-
-
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     source = ModelSource(architecture=TINY, hub_name=str(tmp_path), weights="pretrained")
     with pytest.raises(ModelSourceError, match="cannot be loaded from this place"):
         source.build()
-
-
-def test_a_hub_that_cannot_be_reached_is_named_with_the_remedies(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    source = ModelSource(architecture={}, hub_name="nobody/no-such-model", weights="pretrained")
-    with pytest.raises(ModelSourceError) as raised:
-        source.build()
-    for wanted in ("'nobody/no-such-model'", "local folder", "model.weights=random", "HF_HOME"):
-        assert wanted in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"weights": "zero"}, "model.weights='zero' is not one of auto, random"),
-        ({"weights": "pretrained"}, "needs model.hub_name"),
-    ],
-)
-def test_refuses_unknown_weights(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        ModelSource(architecture=TINY, **options)
 
 
 @pytest.mark.parametrize(

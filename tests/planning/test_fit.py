@@ -15,7 +15,6 @@ from roundpipe_lightning.planning.model.work import (
     Work,
     WorkProfile,
 )
-from roundpipe_lightning.planning.schedule.stages import Partition
 from roundpipe_lightning.planning.search.fit import TrainingJob, fit_training, fits_memory
 from roundpipe_lightning.planning.search.partition import QUICK, Effort
 from roundpipe_lightning.planning.search.remedies import Alternatives, remedies
@@ -93,16 +92,6 @@ def test_a_host_that_is_too_small_is_said_with_a_plan(host_bytes: int, there: st
     assert "host memory are missing" in answer.memory.reason
     assert there in answer.memory.reason
     assert not fits_memory(small)
-
-
-def test_hints_are_kept() -> None:
-    cuts = PartitionHints(forward=(1, 3), backward=(2, 2, 2))
-    answer = fit_training(job(hints=cuts))
-    assert answer.layout.partition == Partition(forward=(1, 3), backward=(2, 2, 2))
-    hints = PartitionHints(most_forward=1, most_backward=1, most_fused=0, team_size=2, round_size=4)
-    answer = fit_training(job(hints=hints))
-    assert answer.layout.partition == Partition(forward=(1,) * 6, backward=(0,) + (1,) * 6)
-    assert (answer.layout.team_size, answer.layout.round_size) == (2, 4)
 
 
 def test_cuts_that_do_not_fit_are_said_with_their_size() -> None:
