@@ -349,7 +349,9 @@ class _MeetingPlace(TorchFunctionMode):
         return tensor.device == self._device.torch_device
 
     def placed(self, parameter: nn.Parameter) -> Tensor:
-        return parameter if self._copies is None else self._copy(parameter)
+        # Checkpointing of the user's inside a block calls its functions again in a backward pass.
+        is_again = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        return parameter if self._copies is None and not is_again else self._copy(parameter)
 
     def _copy(self, parameter: nn.Parameter) -> Tensor:
         if self._copies is None:

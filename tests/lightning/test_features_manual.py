@@ -6,6 +6,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 from transformers import T5Config, T5ForConditionalGeneration
@@ -374,6 +375,22 @@ class Ways(Accumulating):
 def test_parameters_are_the_hosts_own_wherever_they_are_reached() -> None:
     _, outcome = _run([EmulatedStrategy], Ways)
     assert outcome.module.count == 6
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + checkpoint(super().forward, x, use_reentrant=False)
+        return out
+
+
+class Checkpointing(Accumulating):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Checkpointed(dropout=0.2) for _ in range(3))
+
+
+def test_checkpointing_inside_blocks() -> None:
+    _run([EmulatedStrategy], Checkpointing)
 
 
 class Translation(Manual):
