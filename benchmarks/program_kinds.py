@@ -222,10 +222,12 @@ class Program(LightningModule):
     Attributes:
         block: Makes a block.
         parts: Makes what else the module has, or has in another form, by its name.
+        resumes: Whether it is trained once more, from a checkpoint after its second batch.
     """
 
     named: ClassVar[dict[str, type[Program]]] = {}
     num_epochs = 1
+    resumes = False
     sizes: ClassVar[list[int]] = [8, 8, 8]
     rate = 0.1
     num_inputs, num_outputs = INPUTS, CLASSES

@@ -2,8 +2,9 @@
 
 People who write programs to try something write what they think of. Here a program is text, with
 lines drawn from tables: what a block computes and keeps, what is around the blocks, the loss, what
-is logged and counted, hooks, the optimizer, the Trainer's flags, the sizes of batches. A number
-gives the same program every time; its text is kept in a folder of the temporary directory.
+is logged and counted, hooks, callbacks, evaluation, what is frozen or shared, the optimizers, the
+Trainer's flags, the forms and sizes of batches. A number gives the same program every time; its
+text is kept in a folder of the temporary directory.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from program_kinds import Program
 
 _IN_BLOCK = {
     "attribute": "self.calls += 1; x = x * (1 + 0.1 / self.calls)",
+    "batch_norm": "x = x + self.batch_norm(x.flatten(0, -2)).view_as(x)",
     "branch": "x = x + self.one(x) if float(x.detach().sum()) > 0 else x - self.one(x)",
     "branch_by_row": "x = torch.stack([r + self.one(r) if r.sum() > 0 else -r for r in x])",
     "buffer": "self.count += 1; x = x * (1 + 0.01 * self.count)",
     "centre": "x = x - 0.1 * x.mean(0, keepdim=True)",
+    "chain": "for i in range(3): x = x + checkpoint(lambda y: self.one(y).tanh() / (1 + i), x, use_reentrant=False)",
     "checkpoint": "x = x + checkpoint(self.one, x, use_reentrant=False)",
     "count": "COUNTS['blocks'] += 1; x = x + self.one(x)",
     "cumsum": "x = x + 0.1 * x.cumsum(0)",
@@ -32,6 +35,7 @@ _IN_BLOCK = {
     "gate": "x = x + self.gate * self.one(x.flip(0))",
     "gram": "f = x.flatten(1); x = x + 0.05 * ((f @ f.T).softmax(-1) @ f).view_as(x)",
     "halves": "n = len(x) // 2; x = torch.cat([x[:n] + 0.1, x[n:] - 0.1])",
+    "group_norm": "x = x + F.group_norm(x.flatten(0, -2), 4).view_as(x)",
     "hook": "x = x + self.one(x); x.requires_grad and x.register_hook(lambda g: 0.9 * g)",
     "hook_mixes": "x.requires_grad and x.register_hook(lambda g: g / (1e-3 + g.norm()))",
     "item": "x = x * (1 + 0.01 * x.detach().mean().item())",
@@ -42,8 +46,8 @@ _IN_BLOCK = {
     "list": "self.means.append(float(x.detach().mean())); x = x + self.one(x)",
     "mlp": "x = x + self.two(F.gelu(self.one(self.norm(x))))",
     "no_grad": "with torch.no_grad(): size = x.norm(dim=-1, keepdim=True)\n        x = x / (1 + size)",
-    "numpy": "x = x + torch.from_numpy(x.detach().numpy().mean(-1, keepdims=True))",
-    "places": "x = x + 0.01 * torch.arange(len(x)).view(-1, *[1] * (x.dim() - 1))",
+    "numpy": "x = x + torch.from_numpy(x.detach().cpu().numpy().mean(-1, keepdims=True)).to(x)",
+    "places": "x = x + 0.01 * torch.arange(len(x)).to(x).view(-1, *[1] * (x.dim() - 1))",
     "quantized": "x = x + (torch.round(x * 8) / 8 - x).detach()",
     "quantized_by_all": "s = x.detach().abs().amax(); x = x + (torch.round(x / s * 99) * s / 99 - x).detach()",
     "rotated": "x = x + 0.1 * torch.cat([x[1:], x[:1]])",
@@ -61,7 +65,7 @@ _HEAD = {
     "centred": "h = self.embed(x - x.mean(0))",
     "first_half": "h = self.embed(x[: max(1, len(x) // 2)])",
     "flat": "h = (self.embed(x)[:, None] + self.places).flatten(0, 1)",
-    "mask": "h = self.embed(x) * (torch.rand(len(x), 1) > 0.2)",
+    "mask": "h = self.embed(x) * (torch.rand(len(x), 1) > 0.2).to(x)",
     "mixup": "p = torch.randperm(len(x)); w = random.random(); h = self.embed(w * x + (1 - w) * x[p])",
     "noise": "h = self.embed(x + 0.1 * torch.randn_like(x))",
     "permuted": "p = torch.randperm(len(x)); h = self.embed(x[p]); y = y[p]",
@@ -73,6 +77,8 @@ _HEAD = {
 }
 _BETWEEN = {
     "centre": "for block in self.blocks: h = block(h) - 0.1 * h.mean(0, keepdim=True)",
+    "cross": "m = h\n        for block in self.blocks: m = block(m)\n"
+    "        for block in self.more: h = block(h + 0.1 * m)",
     "detached": "for i, block in enumerate(self.blocks): h = block(h.detach() if i == 2 else h)",
     "kept": "hs = []\n        for block in self.blocks: h = block(h); hs.append(h)\n        h = sum(hs) / 4",
     "loop": "for block in self.blocks: h = block(h)",
@@ -83,6 +89,8 @@ _BETWEEN = {
     "scaled": "for i, block in enumerate(self.blocks): h = block(h) * (1 - 0.1 * i)",
     "sequential": "h = nn.Sequential(*self.blocks)(h)",
     "skip": "s = h\n        for i, block in enumerate(self.blocks): h = block(h) + 0.1 * s * (i % 2)",
+    "three_passes": "for _ in range(3):\n            for block in self.more: h = block(h)\n            h = h.tanh()",
+    "turns": "for one, other in zip(self.blocks, self.more): h = other(one(h))",
     "twice": "for block in [*self.blocks, *self.blocks]: h = block(h)",
 }
 _LOSS = {
@@ -90,7 +98,7 @@ _LOSS = {
     "clamped": "loss = each.clamp(max=1.7).mean()",
     "clamped_mean": "loss = each.mean().clamp(max=1.6)",
     "class_weights": "loss = F.cross_entropy(z, y, weight=self.weights)",
-    "contrast": "n = F.normalize(z); loss = F.cross_entropy(2 * n @ n.T, torch.arange(len(z)))",
+    "contrast": "n = F.normalize(z); loss = F.cross_entropy(2 * n @ n.T, torch.arange(len(z)).to(y))",
     "correlation": "c = z - z.mean(0); loss = each.mean() + 0.1 * (c.T @ c / len(z)).triu(1).square().sum()",
     "counted": "loss = F.cross_entropy(z, y, reduction='sum') / (y > 0).sum().clamp(min=1)",
     "cross_entropy": "loss = F.cross_entropy(z, y)",
@@ -127,7 +135,7 @@ _KEEPS = {
     "attribute": "self.last = z.detach()",
     "book": "self.book[len(z)] = self.book.get(len(z), 0) + 1",
     "buffer": "self.steps += 1",
-    "confusion": "self.confusion.index_put_((y, z.argmax(-1)), torch.ones(len(y)), accumulate=True)",
+    "confusion": "self.confusion.index_put_((y, z.argmax(-1)), torch.ones_like(y).float(), accumulate=True)",
     "count": "COUNTS['steps'] += 1",
     "deque": "self.recent.append(float(loss))",
     "environment": "os.environ['MIXTURE'] += 'I'; self.book['environment'] = os.environ['MIXTURE']",
@@ -165,14 +173,71 @@ _HOOKS = {
     "            if p.grad is not None: p.grad.add_(0.01 * torch.randn_like(p))",
     "norm": "def on_before_optimizer_step(self, _):\n"
     "        self.norm = float(sum(p.grad.norm() for p in self.parameters() if p.grad is not None))",
+    "own_clipping": "def configure_gradient_clipping(self, optimizer, **_):\n"
+    "        for p in self.parameters():\n            if p.grad is not None: p.grad.div_(1 + p.grad.norm())",
+    "reads_gradients": "def on_before_zero_grad(self, _):\n"
+    "        self.losses.append(sum(float(p.grad.sum()) for p in self.blocks.parameters() if p.grad is not None))",
+    "logs_gradients": "def on_before_optimizer_step(self, _):\n        self.log_dict(grad_norm(self, norm_type=2))",
+    "thaws": "def on_train_batch_start(self, batch, batch_idx):\n        if batch_idx: self.requires_grad_(True)",
     "zeros": "def optimizer_zero_grad(self, epoch, batch_idx, optimizer): optimizer.zero_grad(set_to_none=False)",
 }
+_PARTS = {
+    "all_but_biases": "for p in self.blocks.parameters(): p.requires_grad_(p.dim() > 1)",
+    "block_twice": "self.blocks[2] = self.blocks[1]",
+    "frozen_blocks": "self.blocks[:2].requires_grad_(False)",
+    "frozen_embedding": "self.embed.requires_grad_(False)",
+    "frozen_middle": "self.blocks[1:3].requires_grad_(False)",
+    "half_precision_buffer": "self.average = self.average.bfloat16()",
+    "more_linear": "for block in self.blocks: block.two = block.one",
+    "plain_parts": "",
+    "reversed_weights": "self.blocks[3].one.weight = self.blocks[0].two.weight",
+    "shared_layer": "for block in self.blocks[1:]: block.one = self.blocks[0].one",
+    "tied_outside": "self.embed = nn.Sequential(self.embed, self.blocks[1].one)",
+    "weight_normed": "self.blocks[1].one = nn.utils.parametrizations.weight_norm(self.blocks[1].one)",
+}
+_BATCH = {
+    "dict": ("{'x': x, 'more': {'y': y}}", "batch['x'], batch['more']['y']"),
+    "list": ("[x, y, [f'row {i}' for i in range(rows)]]", "batch[:2]"),
+    "named": ("Pair(x=x, y=y)", "batch"),
+    "object": ("Sample(x, y)", "batch.x, batch.y"),
+    "one_tensor": ("torch.cat([x, y[:, None]], 1)", "batch[:, :INPUTS], batch[:, INPUTS].long()"),
+    "rows": ("[*zip(x, y)]", "map(torch.stack, zip(*batch))"),
+    "second": ("(y, {'x': x}, 0.5)", "batch[1]['x'], batch[0]"),
+    "transposed": ("(x.T.contiguous(), y)", "batch[0].T, batch[1]"),
+    "tuple": ("(x, y)", "batch"),
+}
+_EVALUATION = {
+    "epoch_end": "def on_train_epoch_end(self):\n        self.losses.append(float(self(self.start.new_ones(3, INPUTS)).sum()))",
+    "no_evaluation": "",
+    "tests": "def test_step(self, batch, _):\n        x, y = self.parts_of(batch)\n        z = self(x)\n"
+    "        self.metric(z, y)\n        self.log('test', self.metric)\n        self.log('rows', len(z), reduce_fx='max')",
+    "validates": "def val_dataloader(self): return self.held_out\n\n    def validation_step(self, batch, _):\n"
+    "        x, y = self.parts_of(batch)\n        z = self(x)\n        self.checked.update(z, y)\n"
+    "        self.log('checked', self.checked)\n        self.log('value', F.cross_entropy(z, y))\n        self.losses.append(len(z))",
+}
+_CALLBACKS = {
+    "averages": "def configure_callbacks(self): return [EMAWeightAveraging(decay=0.8)]",
+    "no_callback": "",
+    "stops": "def configure_callbacks(self): return [EarlyStopping('loss', patience=1, strict=False)]",
+    "stochastic": "def configure_callbacks(self): return [StochasticWeightAveraging(0.02, swa_epoch_start=1)]",
+    "windows": "def configure_callbacks(self): return [GradientAccumulationScheduler({0: 2, 1: 1})]",
+}
 _OPTIMIZER = {
+    "adam": "return torch.optim.Adam(self.parameters(), 0.01, eps=0.01)",
+    "by_epoch": "o = torch.optim.SGD(self.parameters(), 0.05)\n"
+    "        return [o], [torch.optim.lr_scheduler.ExponentialLR(o, 0.5)]",
+    "closure": "return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=2)",
+    "cyclic": "o = torch.optim.SGD(self.parameters(), 0.05, momentum=0.5)\n"
+    "        s = torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=self.trainer.estimated_stepping_batches)\n"
+    "        return [o], [{'scheduler': s, 'interval': 'step', 'frequency': 1}]",
     "groups": "return torch.optim.SGD([{'params': self.blocks.parameters(), 'lr': 0.1}, {'params':\n"
     "            [p for n, p in self.named_parameters() if not n.startswith('blocks')]}], 0.02)",
     "momentum": "return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9, weight_decay=0.01)",
     "schedule": "o = torch.optim.SGD(self.parameters(), 0.05)\n"
     "        return [o], [{'scheduler': torch.optim.lr_scheduler.StepLR(o, 1, 0.5), 'interval': 'step'}]",
+    "trained": "return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.05)",
+    "two": "inner = torch.optim.SGD(self.blocks.parameters(), 0.05)\n"
+    "        return inner, torch.optim.SGD([p for n, p in self.named_parameters() if not n.startswith('blocks')], 0.1)",
     "sgd": "return torch.optim.SGD(self.parameters(), 0.05)",
 }
 _FLAGS = (
@@ -181,21 +246,36 @@ _FLAGS = (
     "{'gradient_clip_val': 0.5}",
     "{'gradient_clip_val': 0.1, 'gradient_clip_algorithm': 'value'}",
     "{'max_steps': 4}",
+    "{'precision': '64-true'}",
+    "{'val_check_interval': 2}",
+    "{'limit_train_batches': 2}",
 )
-_SIZES = ([8, 8, 8], [8, 8, 5], [8, 4, 8, 3], [6, 1, 7], [9, 9, 2])
+_SIZES = ([8, 8, 8], [8, 8, 5], [8, 4, 8, 3], [6, 1, 7], [9, 9, 2], [1, 1, 4], [16, 3])
 
 _TEXT = '''"""Mixture {seed}."""
 
 import itertools, os, random
-from collections import Counter, deque
+from collections import Counter, deque, namedtuple
+from dataclasses import dataclass
 
 import numpy, torch, torchmetrics
+from lightning.pytorch.callbacks import (
+    EarlyStopping, EMAWeightAveraging, GradientAccumulationScheduler, StochasticWeightAveraging
+)
+from lightning.pytorch.utilities import grad_norm
 from program_kinds import CLASSES, INPUTS, WIDTH, Program
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 COUNTS, KEPT, NUMBERS = Counter(), [], itertools.count()
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    y: torch.Tensor
 
 
 def note():
@@ -222,6 +302,8 @@ class Block(nn.Module):
         self.gate, self.calls, self.means = nn.Parameter(torch.zeros(())), 0, []
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(WIDTH))
+        if {normalised}:
+            self.batch_norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x):
         {block}
@@ -232,9 +314,12 @@ class _Mixture(Program):
     """{about}"""
 
     flags, sizes, num_epochs, block = {flags}, {sizes}, {epochs}, Block
+    automatic_optimization, resumes = {automatic}, {resumes}
 
     def build(self):
         super().build()
+        if {more}:
+            self.more = nn.ModuleList(Block() for _ in range(3))
         self.start, self.places = nn.Parameter(torch.randn(WIDTH) / 9), nn.Parameter(torch.randn(6, WIDTH) / 9)
         self.log_scale = nn.Parameter(torch.zeros(()))
         self.register_buffer("weights", torch.tensor([1.0, 2.0, 3.0, 1.0, 0.5]))
@@ -244,13 +329,23 @@ class _Mixture(Program):
         self.seen, self.losses, self.drawn, self.book = 0.0, [], [], {{}}
         self.recent = deque(maxlen=3)
         self.numbers = itertools.count()
+        self.checked = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
         self.metric = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
         self.first, note.calls, os.environ["MIXTURE"] = next(NUMBERS), 0, ""
         COUNTS.clear()
         KEPT.clear()
+        self.held_out = self.loader()
+        {parts}
+
+    def batch(self, rows):
+        x, y = super().batch(rows)
+        return {batch}
+
+    def parts_of(self, batch):
+        return {unpacked}
 
     def training_step(self, batch, batch_idx):
-        x, y = batch
+        x, y = self.parts_of(batch)
         {head}
         {between}
         if h.dim() == 3:
@@ -260,6 +355,10 @@ class _Mixture(Program):
         each = F.cross_entropy(z, y, reduction="none")
         {loss}
         {keeps}
+        if not self.automatic_optimization:
+            for o in self.optimizers(): o.zero_grad()
+            self.manual_backward(loss)
+            for o in self.optimizers(): o.step()
         return loss
 
     def on_train_end(self):
@@ -270,6 +369,10 @@ class _Mixture(Program):
         {optimizer}
 
     {hook}
+
+    {evaluation}
+
+    {callbacks}
 '''
 
 
@@ -285,6 +388,15 @@ def text_of(seed: int) -> str:
     loss, keeps = draw(_LOSS), [draw(_KEEPS) for _ in range(2)]
     hook, optimizer = draw(_HOOKS, "no_hook", 10), draw(_OPTIMIZER)
     flags, sizes = numbers.choice(_FLAGS), numbers.choice(_SIZES)
+    parts, batch = draw(_PARTS, "plain_parts", 12), draw(_BATCH, "tuple", 8)
+    evaluation = draw(_EVALUATION, "no_evaluation", 3)
+    callbacks = draw(_CALLBACKS, "no_callback", 8)
+    automatic = optimizer != "two"
+    # attributes are in no checkpoint, and StochasticWeightAveraging cannot go on from one
+    fresh = {"state", "attribute", "stochastic"}
+    resumes = not numbers.randrange(4) and fresh.isdisjoint({head, *blocks, callbacks})
+    batch = "tuple" if hook == "before_batch" else batch
+    flags = flags if automatic else "{}"
     names = [
         *blocks,
         "|",
@@ -298,6 +410,12 @@ def text_of(seed: int) -> str:
         optimizer,
         flags,
         str(sizes),
+        "|",
+        parts,
+        batch,
+        evaluation,
+        callbacks,
+        "resumed" * resumes,
     ]
     return _TEXT.format(
         seed=seed,
@@ -314,6 +432,15 @@ def text_of(seed: int) -> str:
         flags=flags,
         sizes=sizes,
         epochs=numbers.choice([1, 1, 2]),
+        normalised="batch_norm" in blocks,
+        more="self.more" in _BETWEEN[between],
+        automatic=automatic,
+        resumes=resumes,
+        parts=_PARTS[parts],
+        batch=_BATCH[batch][0],
+        unpacked=_BATCH[batch][1],
+        evaluation=_EVALUATION[evaluation],
+        callbacks=_CALLBACKS[callbacks],
     )
 
 

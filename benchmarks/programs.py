@@ -30,6 +30,7 @@ import logging
 import math
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter, deque
@@ -37,12 +38,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import program_libraries  # noqa: F401 - names its programs
 import torch
 from forked import ForkError, answer_of
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Checkpoint
 from program_kinds import Program
 from program_mixtures import mixture
 from torch import Tensor
@@ -57,6 +60,7 @@ LIMIT_SECONDS = 120.0
 NOISE = re.compile(
     r"does not have many workers|GPU available|TPU available|TPU:|💡|max_epochs|\.isinstance\.|"
     r"roundpipe: \d+ workers|fewer workers|Seed set|LightningDeprecation|litlogger|"
+    r" states from the checkpoint|`weights_only` was not set|current_model_state|"
     r"for every batch of .* rows|runs on the whole batch|ran as one stage|plan|"
     r"^roundpipe: microbatching='(step|blocks)'"
 )
@@ -111,10 +115,11 @@ class Run:
 # --- training -------------------------------------------------------------------------------------
 
 
-class Recorder(Callback):
-    """Keeps what steps returned and the logs after each."""
+class Recorder(Checkpoint):  # those come last
+    """Keeps what steps returned and the logs after each, and a checkpoint of the second."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint: Path | None) -> None:
+        self.checkpoint = checkpoint
         self.found: dict[str, Any] = {}
 
     def on_train_batch_end(
@@ -126,6 +131,8 @@ class Recorder(Callback):
         batch_idx: int,
     ) -> None:
         del pl_module, batch
+        if self.checkpoint is not None and trainer.global_step == 2:
+            trainer.save_checkpoint(self.checkpoint)
         step = f"{trainer.current_epoch}.{batch_idx}"
         self.found |= dict(flat(f"step {step} returned", outputs))
         self.found |= dict(flat(f"step {step} logged", dict(trainer.callback_metrics)))
@@ -133,30 +140,36 @@ class Recorder(Callback):
 
 def train(program: type[Program], strategy: RoundPipeStrategy | None, devices: int) -> Outcome:
     """Train a program from its seed; what it raises is in the outcome."""
-    outcome, recorder = Outcome(), Recorder()
-    seed_everything(7, verbose=False)
-    with heard(outcome.messages):
-        try:
-            module, loader = program.made()
-            before = {name: p.detach().clone() for name, p in module.named_parameters()}
-            seed_everything(8, verbose=False)
-            trainer = Trainer(
-                accelerator="cpu",
-                devices=devices,
-                strategy=strategy or "auto",
-                max_epochs=program.num_epochs,
-                callbacks=[recorder],
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                **program.flags,
-            )
-            trainer.fit(module, loader)
-            draw = torch.rand(())  # shows where the generator stands
-        except Exception as error:  # noqa: BLE001 - whatever is raised is the finding
-            outcome.error = error
-            return outcome
+    outcome = Outcome()
+    resumes = program.resumes and strategy is not None
+    with heard(outcome.messages), tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder, "second.ckpt")
+        for ends in (False, True) if resumes else (True,):
+            recorder = Recorder(None if ends else checkpoint)
+            seed_everything(7, verbose=False)
+            try:
+                module, loader = program.made()
+                before = {name: p.detach().clone() for name, p in module.named_parameters()}
+                seed_everything(8, verbose=False)
+                trainer = Trainer(
+                    accelerator="cpu",
+                    devices=devices,
+                    strategy=strategy or "auto",
+                    max_epochs=program.num_epochs,
+                    callbacks=[recorder],
+                    logger=False,
+                    enable_checkpointing=True,
+                    enable_progress_bar=False,
+                    enable_model_summary=False,
+                    **program.flags,
+                )
+                trainer.fit(module, loader, ckpt_path=checkpoint if checkpoint.exists() else None)
+                if "test_step" in vars(program):
+                    trainer.test(module, loader, verbose=False)
+                draw = torch.rand(())  # shows where the generator stands
+            except Exception as error:  # noqa: BLE001 - whatever is raised is the finding
+                outcome.error = error
+                return outcome
     after = dict(module.named_parameters())
     outcome.update = {name: after[name].detach() - old for name, old in before.items()}
     outcome.found = recorder.found | dict(flat("logs", dict(trainer.callback_metrics)))
@@ -200,7 +213,7 @@ _OURS = ("roundpipe_lightning", "lightning_utilities")
 def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """All tensors, numbers and texts in a nest of containers, with their places."""
     if isinstance(value, Tensor):
-        yield name, value.detach().clone()
+        yield name, value.detach().cpu().clone()
     elif isinstance(value, (bool, int, float, str, type(None))):
         yield name, value
     elif isinstance(value, Mapping):
@@ -320,6 +333,9 @@ def judge(name: str, options: Mapping[str, Any], counts: Sequence[int]) -> list[
             **{**options, **program.options},
         )
         found = train(program, strategy, WORKERS)
+        if program.resumes:  # attributes are in no checkpoint
+            found.found = {k: v for k, v in found.found.items() if not k.startswith("attribute ")}
+            wanted.found = {k: v for k, v in wanted.found.items() if k in found.found}
         seconds = time.perf_counter() - begun
         runs.append(compared(found, wanted, num_microbatches=count, seconds=seconds))
     return runs
