@@ -34,7 +34,7 @@ from roundpipe_lightning.cli.callbacks import LastCheckpoint
 from roundpipe_lightning.cli.objects import check_switch, run_explained, whole
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.files import write_text
-from roundpipe_lightning.models.quantized import encodings_of
+from roundpipe_lightning.models.quantized import represented_values
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule
 from roundpipe_lightning.planning.cost.device_memory import size_text
 from roundpipe_lightning.planning.report.description import count_text
@@ -311,11 +311,8 @@ def trained_row(module: nn.Module) -> list[tuple[str, str]]:
     if not isinstance(adapters, Adapters):
         return []
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in module.parameters())
-    for layer in module.modules():  # a quantised weight counts as what it stands for
-        for name, encoding in encodings_of(layer).items():
-            packed = (getattr(layer, f"{name}_{part}") for part in ("codes", "scales"))
-            total += encoding.shape.numel() - sum(tensor.numel() for tensor in packed)
+    represented = represented_values(module)
+    total = sum(represented.get(p, p.numel()) for p in module.parameters())
     share = f"{trained / total:.2%}" if total else "nothing to train"
     return [("Trained (peft)", f"{adapters.method}: {trained:,} of {total:,} parameters ({share})")]
 

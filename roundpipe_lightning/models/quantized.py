@@ -197,6 +197,16 @@ def encodings_of(layer: nn.Module) -> Mapping[str, _Encoding]:
     return layer.encodings if isinstance(layer, _Quantized) else {}
 
 
+def represented_values(module: nn.Module) -> dict[Tensor, int]:
+    """Values that tensors of quantised weights stand for: codes for all, scales for none."""
+    found: dict[Tensor, int] = {}
+    for layer in module.modules():
+        for name in encodings_of(layer):
+            encoding, codes, scales = _packed(layer, name)
+            found |= {codes: encoding.shape.numel(), scales: 0}
+    return found
+
+
 def dequantize_layer(layer: nn.Module) -> None:
     weights = {name: getattr(layer, name).detach() for name in encodings_of(layer)}
     layer.__class__ = type(layer).__mro__[2]

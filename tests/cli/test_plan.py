@@ -177,6 +177,21 @@ def test_jobs_that_differ_in_their_gradients_dtype_share_a_model(tmp_path: Path)
     assert len(models) == 1
 
 
+def test_parameters_in_other_forms_are_counted_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asked(*settings: str) -> tuple[Any, ...]:
+        found = Ask(tmp_path, capsys).json(*GPU, "peft=lora", *settings)
+        num_frozen = found["model"]["num_parameters"] - found["model"]["num_trainable"]
+        return num_frozen, found["memory"]["host"]["by_kind"]["weights"]
+
+    plain, packed = asked(), asked("peft=qlora")
+    assert packed[0] == plain[0]
+    assert packed[1] < plain[1]
+    paired = asked("module=preference", "data=preference")  # the reference has the same ones
+    assert paired == pytest.approx(plain, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("settings", "sizes"),
     [

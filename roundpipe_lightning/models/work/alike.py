@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from torch import nn
 from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.work.meta_run import kinds_of
+
+Parameters: TypeAlias = dict[nn.Parameter, nn.Parameter]
 
 
 @contextmanager
@@ -26,36 +29,40 @@ def one_of_each_kind(model: nn.Module) -> Iterator[None]:
     out where blocks share parameters.
 
     Args:
-        model: On the meta device; the copies' tensors have no values either.
+        model: On the meta device; the copies' tensors have no values either. What a block's
+            parameters were they stay: another model may have them, too.
     """
     links = Chain.from_stacks(find_stacks(model, None)).links
     uses = Counter(p for link in links for p in link.block.parameters())
     if max(uses.values(), default=1) > 1:
         yield
         return
-    firsts: dict[int, tuple[nn.Module, str]] = {}
-    left_out: list[tuple[nn.Module, str, tuple[nn.Module, str]]] = []
+    firsts: dict[int, tuple[nn.Module, str, nn.Module]] = {}
+    left_out: list[tuple[nn.Module, str, nn.Module, str, Parameters]] = []
     orders: dict[nn.Module, list[str]] = {}
     for link, kind in zip(links, kinds_of(links), strict=True):
         name, _, key = link.name.rpartition(".")
         parent = model.get_submodule(name)
         orders.setdefault(parent, list(parent._modules))  # noqa: SLF001
-        first = firsts.setdefault(kind, (parent, key))
-        if first != (parent, key):
-            left_out.append((parent, key, first))
-    for parent, key, _ in left_out:
+        holder, first_key, first = firsts.setdefault(kind, (parent, key, link.block))
+        if first is not link.block:
+            own = dict(zip(first.parameters(), link.block.parameters(), strict=True))
+            left_out.append((parent, key, holder, first_key, own))
+    for parent, key, *_ in left_out:
         del parent._modules[key]  # noqa: SLF001
     try:
         yield
     finally:
-        for parent, key, (holder, first_key) in left_out:
-            parent._modules[key] = _copy(holder._modules[first_key], {})  # noqa: SLF001
+        for parent, key, holder, first_key, own in left_out:
+            parent._modules[key] = _copy(holder._modules[first_key], {}, own)  # noqa: SLF001
         for parent, keys in orders.items():
             blocks = parent._modules  # noqa: SLF001
             parent._modules = {key: blocks[key] for key in keys}  # noqa: SLF001
 
 
-def _copy(module: nn.Module | None, known: dict[object, nn.Module]) -> nn.Module | None:
+def _copy(
+    module: nn.Module | None, known: dict[object, nn.Module], own: Parameters
+) -> nn.Module | None:
     """A module with parts of its own, and of containers; other objects are the same ones."""
     if module is None or module in known:
         return known.get(module)
@@ -63,10 +70,11 @@ def _copy(module: nn.Module | None, known: dict[object, nn.Module]) -> nn.Module
     for name, value in vars(module).items():
         made.__dict__[name] = value.copy() if isinstance(value, dict | list | set) else value
     for name, part in module._modules.items():  # noqa: SLF001
-        made._modules[name] = _copy(part, known)
+        made._modules[name] = _copy(part, known, own)
     for name, parameter in module._parameters.items():  # noqa: SLF001
         if parameter is not None:
-            like = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+            like = own[parameter] if parameter in own else nn.Parameter(torch.empty_like(parameter))
+            like.requires_grad = parameter.requires_grad
             made._parameters[name] = like
     for name, buffer in module._buffers.items():  # noqa: SLF001
         if buffer is not None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
@@ -35,7 +36,7 @@ from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion
-from roundpipe_lightning.models.quantized import quantizable_weights
+from roundpipe_lightning.models.quantized import quantizable_weights, represented_values
 from roundpipe_lightning.models.work.meta_copy import MetaCopy
 from roundpipe_lightning.models.work.meta_run import (
     Call,
@@ -231,12 +232,12 @@ def _profile(
     rest = [child for child in module.modules() if child not in inside]
     in_head = head_modules if chain.links else set()
     head, tail = ([m for m in rest if (m in in_head) == wanted] for wanted in (True, False))
-    packed = quantizable_tensors(module)
+    sizes = _sizes(module)
 
     def work(name: str, index: int, modules: Sequence[nn.Module]) -> BlockWork:
-        return _segment_work(name, index, owned_tensors(modules), fits, packed=packed)
+        return _segment_work(name, index, owned_tensors(modules), fits, sizes)
 
-    return _assembled(module, chain, [head, *owners, tail], work)
+    return _assembled(module, chain, [head, *owners, tail], work, sizes)
 
 
 def _assembled(
@@ -244,24 +245,31 @@ def _assembled(
     chain: Chain,
     segments: Sequence[Sequence[nn.Module]],
     work: Callable[[str, int, Sequence[nn.Module]], BlockWork],
+    sizes: Sizes,
 ) -> WorkProfile:
     """Put the works of the head, every block and the tail together, which have these modules."""
     names = ["head segment", *chain.names, "tail segment"]
     works = [work(names[i], i, modules) for i, modules in enumerate(segments)]
+    tied = owned_tensors(segments[0]) & owned_tensors(segments[-1])
+    repeated: Counter[str] = Counter()
+    seen: set[Tensor] = set()
+    for modules in segments[1:-1]:
+        frozen = {tensor for tensor in owned_tensors(modules) if not tensor.requires_grad}
+        repeated.update(sizes(frozen & seen, trained=frozenset()))
+        seen |= frozen
     return WorkProfile(
         head=works[0],
         blocks=tuple(works[1:-1]),
         tail=works[-1],
-        tied_parameters=sum(
-            t.numel() for t in owned_tensors(segments[0]) & owned_tensors(segments[-1])
-        ),
+        tied_parameters=sizes(tied, trained=frozenset())["num_parameters"],
+        repeated=BlockWork(name="repeated", **dict[str, Any](repeated)),
         fingerprint=module_fingerprint(module, chain),
         cuts=chain.cuts,
     )
 
 
 def _segment_work(
-    name: str, index: int, tensors: set[Tensor], fits: Sequence[_Fit], *, packed: set[Tensor]
+    name: str, index: int, tensors: set[Tensor], fits: Sequence[_Fit], sizes: Sizes
 ) -> BlockWork:
     def amount(path: str, fit: _Fit = fits[0]) -> Amount:
         return fit.amount(index, attrgetter(path))
@@ -276,7 +284,7 @@ def _segment_work(
         name=name,
         forward=work("forward"),
         backward=work("backward"),
-        **sizes_of(tensors, trained={t for t in tensors if t.requires_grad}, packed=packed),
+        **sizes(tensors, trained={t for t in tensors if t.requires_grad}),
         boundary_bytes=amount("boundary_bytes"),
         gradient_bytes=amount("gradient_bytes"),
         kept_bytes=amount("kept_bytes"),
@@ -410,9 +418,7 @@ def parameter_work(module: nn.Module, stack: Blocks) -> WorkProfile:
     Bytes are those of the parameters and buffers as they are; of activations and boundaries nothing
     is known, so they are 0. The figures are those of one token, or of a sample that is one row.
     """
-    shares = _expert_shares(module)
-    packed = quantizable_tensors(module)
-
+    shares, sizes = _expert_shares(module), _sizes(module)
     head, tail = _segments(module, stack)
     chain = chain_of(stack)
     ends = len(chain.links) + 1
@@ -428,11 +434,11 @@ def parameter_work(module: nn.Module, stack: Blocks) -> WorkProfile:
             name=name,
             forward=Work(matrix_operations=Amount(fixed=float(every_token))),
             backward=Work(matrix_operations=Amount(fixed=float(backward))),
-            **sizes_of(owned_tensors(owners), trained=trainable, packed=packed),
+            **sizes(owned_tensors(owners), trained=trainable),
         )
 
     blocks = [list(link.block.modules()) for link in chain.links]
-    return _assembled(module, chain, [head, *blocks, tail], work)
+    return _assembled(module, chain, [head, *blocks, tail], work, sizes)
 
 
 def module_fingerprint(module: nn.Module, stack: Blocks) -> str:
@@ -478,20 +484,28 @@ def quantizable_tensors(module: nn.Module) -> set[Tensor]:
     return {getattr(layer, name) for layer, name in quantizable_weights(module)}
 
 
-def sizes_of(tensors: Set[Tensor], *, trained: Set[Tensor], packed: Set[Tensor]) -> dict[str, Any]:
-    """Return the numbers and bytes of parameters, by the names of `BlockWork`."""
+Sizes: TypeAlias = Callable[..., dict[str, Any]]
+"""Gives the numbers and bytes of tensors of which some are `trained`, by names of `BlockWork`."""
+
+
+def _sizes(module: nn.Module) -> Sizes:
+    packed, represented = quantizable_tensors(module), represented_values(module)
 
     def count(some: Iterable[Tensor]) -> int:
-        return sum(tensor.numel() for tensor in some if isinstance(tensor, nn.Parameter))
+        parameters = (tensor for tensor in some if isinstance(tensor, nn.Parameter))
+        return sum(represented.get(tensor, tensor.numel()) for tensor in parameters)
 
-    return {
-        "num_parameters": count(tensors),
-        "num_trainable": sum(tensor.numel() for tensor in trained),
-        "parameter_bytes": sum(tensor.nbytes for tensor in tensors),
-        "trainable_bytes": sum(tensor.nbytes for tensor in trained),
-        "num_quantizable": count(tensors & packed),
-        "quantizable_bytes": sum(tensor.nbytes for tensor in tensors & packed),
-    }
+    def sizes(tensors: Set[Tensor], *, trained: Set[Tensor]) -> dict[str, Any]:
+        return {
+            "num_parameters": count(tensors),
+            "num_trainable": sum(tensor.numel() for tensor in trained),
+            "parameter_bytes": sum(tensor.nbytes for tensor in tensors),
+            "trainable_bytes": sum(tensor.nbytes for tensor in trained),
+            "num_quantizable": count(tensors & packed),
+            "quantizable_bytes": sum(tensor.nbytes for tensor in tensors & packed),
+        }
+
+    return sizes
 
 
 def _parameter_uses(owners: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, nn.Parameter]]:

@@ -194,6 +194,7 @@ class MemoryModel:
         state = storage.state_bytes(work.num_trainable) * self.hardware.owned_part
         per_parameter = self._stored(work.head) / max(work.head.num_parameters, 1)
         copies = sum(self._stored(part) for part in work.segments) - tied * per_parameter
+        copies -= self._stored(work.repeated)
         return {
             MemoryKind.WEIGHTS: copies if has_copies else 0.0,
             MemoryKind.MASTERS: self._masters,

@@ -174,11 +174,17 @@ class BlockWork:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkProfile:
-    """A model as work: a `ModelProfile` without seconds. Tied parameters are in head and tail."""
+    """A model as work: a `ModelProfile` without seconds. Tied parameters are in head and tail.
+
+    Attributes:
+        repeated: Sizes of frozen tensors that another block has as well, such as those of the model
+            beside its reference.
+    """
 
     blocks: tuple[BlockWork, ...]
     head: BlockWork = BlockWork(name="head segment")
     tail: BlockWork = BlockWork(name="tail segment")
+    repeated: BlockWork = BlockWork(name="repeated")
     tied_parameters: int = 0
     fingerprint: str = ""
     cuts: tuple[int, ...] = ()
@@ -193,7 +199,8 @@ class WorkProfile:
 
     @property
     def num_parameters(self) -> int:
-        return sum(part.num_parameters for part in self.segments) - self.tied_parameters
+        counted = sum(part.num_parameters for part in self.segments)
+        return counted - self.tied_parameters - self.repeated.num_parameters
 
     @property
     def num_trainable(self) -> int:
@@ -217,8 +224,13 @@ class WorkProfile:
         return replace(self, blocks=blocks, head=spread(self.head), tail=spread(self.tail))
 
     def each(self, change: Callable[[BlockWork], BlockWork]) -> WorkProfile:
-        blocks = tuple(map(change, self.blocks))
-        return replace(self, blocks=blocks, head=change(self.head), tail=change(self.tail))
+        return replace(
+            self,
+            blocks=tuple(map(change, self.blocks)),
+            head=change(self.head),
+            tail=change(self.tail),
+            repeated=change(self.repeated),
+        )
 
 
 def work_seconds(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -260,7 +261,11 @@ class TransferSizes:
             saved = min(left, part.trainable_bytes // 2)
             ends.append(replace(part, parameter_bytes=part.parameter_bytes - saved))
             left -= saved
-        return replace(work, blocks=blocks, tail=ends[0], head=ends[1])
+        uses = Counter(p for link in chain.links for p in link.block.parameters())
+        saved = sum((n - 1) * self._saved([p]) for p, n in uses.items() if not p.requires_grad)
+        size = work.repeated.parameter_bytes - saved
+        repeated = replace(work.repeated, parameter_bytes=size)
+        return replace(work, blocks=blocks, repeated=repeated, tail=ends[0], head=ends[1])
 
     def _saved(self, parameters: Iterable[nn.Parameter]) -> int:
         narrow = self._dtype.itemsize if self._dtype is not None else 0
