@@ -146,13 +146,6 @@ def test_a_module_of_ones_own_has_the_losses_of_one_device(tmp_path: Path) -> No
         assert losses(mode, chosen) == pytest.approx(single, rel=1e-4)
 
 
-def test_a_saved_plan_is_used_again(tmp_path: Path) -> None:
-    first = train_small(tmp_path / "first")
-    plan = f"partition.plan={tmp_path / 'first' / 'plan.json'}"
-    again = train_small(tmp_path / "again", "partition=saved", plan)
-    assert again["loss_last"] == first["loss_last"]
-
-
 @pytest.mark.suite("default", "fast_dev_run")
 @pytest.mark.parametrize("debug", ["default", "fast_dev_run", "limit", "overfit", "profiler"])
 def test_debugging_presets_run(tmp_path: Path, debug: str) -> None:
@@ -334,19 +327,9 @@ def test_bytes_may_be_written_as_a_number_of_any_kind(tmp_path: Path) -> None:
         assert Job(compose_small(tmp_path, *given)).machine.host_bytes == 24 * 10**9
 
 
-def test_a_strategy_can_be_named(tmp_path: Path) -> None:
-    run = build_run(compose_small(tmp_path, "trainer.strategy=roundpipe"))
-    assert type(run.trainer.strategy).__name__ == "RoundPipeStrategy"
-
-
 def test_parts_of_ones_own_are_not_refused() -> None:
     check_batches(LightningModule(), object.__new__(ClassificationDataModule))
     check_batches(object.__new__(SequenceClassificationModule), LightningDataModule())
-
-
-def test_a_mistake_in_the_code_keeps_its_place(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"^data: .*argument 'nonsense'"):
-        build_run(compose_small(tmp_path, "+data.nonsense=1"))
 
 
 def test_an_interrupt_within_a_step_saves_nothing(

@@ -9,9 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
-
-from roundpipe_lightning.planning.model.hardware import config_folder
+from omegaconf import OmegaConf, open_dict
 
 CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
@@ -90,16 +88,6 @@ def test_a_run_has_its_folder_under_logs(tmp_path: Path) -> None:
 def test_the_seed_reaches_weights_and_data(tmp_path: Path) -> None:
     resolved = compose_resolved(tmp_path, "seed=7")
     assert resolved["model"]["seed"] == resolved["data"]["seed"] == 7
-
-
-def test_the_configuration_is_found() -> None:
-    assert config_folder().samefile(CONF)
-
-
-def test_the_composed_configuration_is_plain() -> None:
-    config = compose("train")
-    assert isinstance(config, DictConfig)
-    assert set(config) >= {"ckpt_path", "seed", "tags", "task_name", "train", "test", "validate"}
 
 
 KEY = re.compile(r"^(\s*)(- )?(?P<key>override /\w+|\w+):")

@@ -158,16 +158,6 @@ def test_what_is_broken_is_named(tmp_path: Path, name: str, content: bytes, mess
         read(path)
 
 
-def test_fields_are_checked() -> None:
-    record = Record(fields={"text": " ", "label": 3}, place="a.jsonl, line 7")
-    with pytest.raises(DataError, match=r"line 7: there is no field 'words'.*'text', 'label'"):
-        record.get("words")
-    with pytest.raises(DataError, match=r"line 7: the field 'text' is empty"):
-        record.text("text")
-    with pytest.raises(DataError, match=r"'label' is a value of type int, where a text is needed"):
-        record.text("label")
-
-
 def test_paths_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigurationError, match=r"nothing is found at .*none\.jsonl"):

@@ -77,11 +77,6 @@ def test_plain_text_files_are_documents(tmp_path: Path) -> None:
     assert len(data.train_dataloader()) == 3 * 41 // 8
 
 
-def test_an_empty_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"texts\.jsonl, line 3: the field 'text' is empty"):
-        make(tmp_path, ["a", "b", "  "]).setup()
-
-
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
     data = make(tmp_path)
     data.tokenizer.eos_token = None
@@ -164,7 +159,7 @@ def test_a_csv_file_will_do(tmp_path: Path) -> None:
         ({"text": "x", "label": "meh"}, r"'label' is 'meh', which is neither .*\(bad, good\)"),
         ({"text": "x", "label": 2}, r"'label' is 2, which is neither"),
         ({"text": "x", "label": True}, r"'label' is True, which is neither"),
-        ({"text": "x"}, r"there is no field 'label'"),
+        ({"text": "x"}, r"there is no field 'label'.*'text'"),
         ({"label": "bad"}, r"there is no field 'text'"),
         ({"text": "", "label": "bad"}, r"the field 'text' is empty"),
         ({"text": "x" * 20, "label": "bad"}, r"20 tokens, more than data\.seq_len=16"),

@@ -306,15 +306,6 @@ def test_hooks_see_the_view(server: Server) -> None:
     assert seen == [view]
 
 
-def test_shared_modules_stay_shared_and_stand_ins_stand_in(server: Server) -> None:
-    original = Base()
-    other = nn.Identity()
-    server.maker.add_stand_ins({original.child: other})
-    view = server.view(original)
-    assert view.child is view.table["a"] is other
-    assert dict(view.named_children())["child"] is other
-
-
 def test_classes_that_do_unusual_things(server: Server) -> None:
     class Registered:
         classes: list[str] = []  # noqa: RUF012

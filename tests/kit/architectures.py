@@ -1,6 +1,4 @@
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -115,15 +113,6 @@ def token_data() -> DataLoader[Any]:
         for row in range(2)
     ]
     return DataLoader(rows, batch_size=4)
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train()
 
 
 class Adapted(nn.Module):

@@ -4,7 +4,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -189,7 +188,6 @@ def _fit(trainer: Trainer, module: Any) -> Any:
 
 
 WAYS = {"validate": _validate, "predict": _predict, "fit": _fit}
-Way = Callable[[Trainer, Any], Any]
 
 
 @pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])

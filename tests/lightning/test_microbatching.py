@@ -201,23 +201,31 @@ def test_a_block_that_counts_in_its_file_is_told() -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "blocks"])
-def test_a_run_without_values_leaves_what_files_hold(mode: Any) -> None:
+def test_a_run_without_values_leaves_what_files_and_classes_hold(mode: Any) -> None:
     class Drawing(Regressor):
+        seen: ClassVar[dict[str, list[int]]] = {"rows": []}
+        num_steps = 0
+
         def on_fit_start(self) -> None:
             GENERATOR.seed(0)
-            noted.calls = Annealed.total = 0
+            noted.calls = Annealed.total = type(self).num_steps = 0
+            self.seen["rows"].clear()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             note()
             Annealed.total += 1
+            type(self).num_steps += 1
+            self.seen["rows"].append(len(batch[0]))
             return super().training_step(batch, batch_idx) * GENERATOR.random()
 
         def on_train_end(self) -> None:
-            self.drawn = GENERATOR.random(), noted.calls, Annealed.total
+            self.drawn = GENERATOR.random(), noted.calls, Annealed.total, self.num_steps
+            self.rows = list(self.seen["rows"])
 
     strategies = ["auto", RoundPipeStrategy(num_microbatches=2, microbatching=mode)]
     (one, _), (module, _) = train_with(strategies, Drawing, regression_data(), max_steps=3)
     assert module.drawn == one.drawn
+    assert module.rows == one.rows == [8, 8, 8]
     assert parameter_error(module, one) < 1e-5
 
 

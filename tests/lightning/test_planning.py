@@ -2,7 +2,7 @@ import logging
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -87,26 +87,6 @@ def test_the_step_is_tried_without_values_and_leaves_nothing_behind(
     profile = strategy.profile
     assert profile is not None
     assert profile.blocks[0].boundary_bytes == 2 * WIDTH * 4  # two samples of a microbatch
-
-
-class OfAClass(Regressor):
-    """Keeps what it has seen in its class."""
-
-    seen: ClassVar[dict[str, list[int]]] = {"rows": []}
-    num_steps = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen["rows"].append(len(batch[0]))
-        type(self).num_steps += 1
-        return super().training_step(batch, batch_idx)
-
-
-def test_what_a_class_holds_is_as_without_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OfAClass, "seen", {"rows": []})
-    monkeypatch.setattr(OfAClass, "num_steps", 0)
-    strategy = RoundPipeStrategy(num_microbatches=2)
-    make_trainer(strategy=strategy, max_steps=3).fit(OfAClass(), regression_data())
-    assert (OfAClass.num_steps, OfAClass.seen) == (3, {"rows": [8, 8, 8]})
 
 
 def test_the_step_is_tried_where_anomalies_are_looked_for(

@@ -36,15 +36,6 @@ def make_loader(num_batches: int = 4) -> DataLoader[Any]:
     return DataLoader(items, batch_size=2)  # type: ignore[arg-type]
 
 
-def test_training_lowers_the_loss(tmp_path: Path) -> None:
-    module, trainer = make_module(), make_trainer(tmp_path, max_epochs=4)
-    trainer.validate(module, make_loader(), verbose=False)
-    before = trainer.callback_metrics["val_loss"]
-    trainer.fit(module, make_loader(), make_loader())
-    assert trainer.callback_metrics["val_loss"] < before - 0.5
-    assert "train_loss" in trainer.callback_metrics
-
-
 def test_the_loss_is_the_models_own(tmp_path: Path) -> None:
     module = make_module()
     module.configure_model()
@@ -71,15 +62,6 @@ def test_validation_is_the_mean_over_predicted_tokens(tmp_path: Path) -> None:
     expected = (losses[0] + 7 * losses[1]) / 8
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(expected, rel=1e-5)
     assert abs(losses[0] - losses[1]) > 1e-3
-
-
-def test_the_model_is_built_once() -> None:
-    module = make_module()
-    assert list(module.parameters()) == []
-    module.configure_model()
-    model = module.model
-    module.configure_model()
-    assert module.model is model
 
 
 def test_test_and_predict(tmp_path: Path) -> None:
@@ -342,11 +324,6 @@ def test_a_model_that_keeps_documents_apart_is_taken(architecture: dict[str, Any
         assert model.training
 
 
-def test_a_model_whose_state_runs_through_the_row_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"does not keep the documents.*packing=false"):
-        check_documents_apart(build(MAMBA))
-
-
 class Packed(LightningDataModule):
     """Two packed rows."""
 
@@ -380,5 +357,5 @@ def test_packed_rows_have_the_same_loss_on_round_robin_workers(tmp_path: Path) -
 
 def test_training_does_not_begin_where_documents_would_mix(tmp_path: Path) -> None:
     strategy = RoundPipeStrategy(num_microbatches=2)
-    with pytest.raises(ConfigurationError, match=r"does not keep the documents"):
+    with pytest.raises(ConfigurationError, match=r"does not keep the documents.*packing=false"):
         fit(MAMBA, tmp_path, devices=2, strategy=strategy)
