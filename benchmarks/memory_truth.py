@@ -29,6 +29,7 @@ from transformers.models.qwen3 import modeling_qwen3  # noqa: F401 - imports are
 
 from roundpipe_lightning.cli.build import build_run
 from roundpipe_lightning.planning.model.hardware import config_folder
+from roundpipe_lightning.planning.report.description import PlanDescription
 
 GIB = 2**30
 COMMON = (
@@ -98,7 +99,7 @@ def configuration(overrides: list[str]) -> Any:
 
 def measure(overrides: list[str], answer: Any) -> None:
     """Run a training and put its figures, in bytes, into a queue."""
-    plans: list[Any] = []
+    plans: list[PlanDescription] = []
     folder = next(given for given in overrides if given.startswith("paths."))
     for given in ([*WARM_UP, folder], overrides):  # what is imported on the way is not counted
         plans.clear()
@@ -107,8 +108,8 @@ def measure(overrides: list[str], answer: Any) -> None:
         gc.collect()
         with Peak() as peak:
             run.trainer.fit(run.module, datamodule=run.data)
-    memory = plans[0].memory
-    workers = plans[0].job.memory.busy_devices(plans[0].layout)
+    plan, memory = plans[0].plan, plans[0].memory
+    workers = min(plan.num_workers, plan.num_microbatches)
     answer.put(
         {
             "measured_bytes": peak.num_bytes - peak.before,

@@ -14,6 +14,7 @@ from benchmarks.gpu_session import JOBS, Job
 from benchmarks.throughput_systems import Ours, Resident, System, Task, serve
 from tests.emulation.test_benchmark import BENCHMARKS, TIMINGS
 from tests.kit.programs import run_program
+from tests.kit.runs import environment
 
 
 @pytest.fixture
@@ -71,6 +72,28 @@ def test_what_was_said_before_the_limit_is_kept(
     assert (rows[0]["code"], rows[0]["measured"]) == (124, [{"turn": 0}])
     assert (rows[1]["code"], rows[1]["answer"]) == (0, {"found": 1})
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+# --- memory of trainings -------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_a_training_takes_the_memory_that_was_planned() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "benchmarks/memory_truth.py", "--small", "--case", "lora"),
+            *("--output", "json", "trainer.max_steps=1"),
+        ],
+        cwd=BENCHMARKS.parent,
+        env=environment(PYTHONPATH=str(BENCHMARKS.parent)),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout[done.stdout.index("{\n") :])["lora"]
+    assert 0.5 < row["measured_bytes"] / row["planned_bytes"] < 1.5
 
 
 # --- Lightning's own tests -----------------------------------------------------------------------
