@@ -441,9 +441,7 @@ class Job:
     @cached_property
     def first_job(self) -> TrainingJob:
         """The planner's view before anything is measured: parameters, not activations."""
-        planner = self.planner
-        with self._gradient_format():
-            return self._with_given_plan(planner.first_job())
+        return self._with_given_plan(self.planner.first_job)
 
     def _with_given_plan(self, job: TrainingJob) -> TrainingJob:
         """The job with everything fixed that a plan fixes, where one was given."""

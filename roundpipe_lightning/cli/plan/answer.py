@@ -393,10 +393,12 @@ def _more_hosts(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
 
 def _larger_machines(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
     first = job.first_job
-    others = (replace(first, hardware=spec) for _, spec in other_machines(first))
+    machines = list(other_machines(first))
+    others = (replace(first, hardware=spec) for _, spec in machines)
     if not fits_memory(first) and not any(map(fits_memory, others)):
         return
-    for price, spec in other_machines(seen(job)):
+    training = seen(job)
+    for price, spec in machines if training is first else other_machines(training):
         if price is Price.HOST_MEMORY:
             keys = {"hardware.host_memory": f"{-(-spec.host_bytes // _GIB)}GiB"}
             yield price, _overrides(keys), keys, "the same results, on a host with more memory"

@@ -88,6 +88,7 @@ class StepPlanner:
 
     Attributes:
         chain: The calls that are planned for: each stack once, then what a step has called.
+        first_job: What is planned before there is a batch: parameters, not activations.
         num_microbatches: Microbatches of a full batch.
 
     Raises:
@@ -165,7 +166,8 @@ class StepPlanner:
         # team and round size of the first plan, by its number of microbatches
         self._rounds: dict[int, tuple[int, int]] = {}
         self._restored: list[Mapping[str, Any]] = []
-        self.profile: ModelProfile = self.first_job().profile
+        self.first_job: TrainingJob = self._first_job()
+        self.profile: ModelProfile = self.first_job.profile
 
     def first_plan(self) -> Plan:
         """Plan with what is known without a batch: parameters, not activations."""
@@ -173,7 +175,7 @@ class StepPlanner:
         step, count = self._first_step(), self.num_microbatches
         return self._plan_job(step, count, what=what, effort=QUICK).plan
 
-    def first_job(self) -> TrainingJob:
+    def _first_job(self) -> TrainingJob:
         return self.job(self._first_step(), self.num_microbatches, effort=QUICK)
 
     def _first_step(self) -> StepWork:
@@ -200,7 +202,8 @@ class StepPlanner:
             return False
         self.chain = chain
         self._parameter_work = self._work_of(self._module, chain)
-        self.profile = self.first_job().profile
+        self.first_job = self._first_job()
+        self.profile = self.first_job.profile
         self._planned.clear()
         return True
 
