@@ -194,7 +194,8 @@ def read_hardware(config: DictConfig) -> HardwareSpec | None:
     if figures.get("devices", "auto") is None:  # `mixed`, of which nothing is said
         figures["devices"] = {}
     if "device_name" not in figures and not isinstance(figures.get("devices"), dict):
-        for key in figures.keys() - _AT_HAND if name != "gpu" else ():  # whose are of all devices
+        given = {key for key, figure in figures.items() if figure is not None}
+        for key in given - _AT_HAND:
             raise HardwareError(
                 f"hardware.{key} is not read where no machine is named: figures are those of the "
                 f"one at hand. There are: {', '.join(sorted(_AT_HAND))}."
