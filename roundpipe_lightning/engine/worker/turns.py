@@ -58,7 +58,7 @@ class TurnGraph:
             for before, action, after in zip(
                 (None, *actions), actions, (*actions[1:], None), strict=False
             ):
-                needed = {d.key for d in dependencies(action.key, plan.partition)}
+                needed = set(dependencies(action.key, plan.partition))
                 if before is not None:
                     needed.add(before.key)
                 num_waits[action.key] = len(needed)

@@ -44,7 +44,6 @@ from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.schedule import (
     Action,
-    NeededFor,
     Schedule,
     Timeline,
     TimelineEntry,
@@ -354,16 +353,15 @@ def _transfers(
     boundary_bytes = 0
     for run in runs:
         kind, index = run.stage.kind, run.stage.index
-        rules = stage_dependencies(kind, index, partition)
-        at_start = [(late or needed is NeededFor.START) for _, _, needed in rules]
-        places = [place(other, number) for other, number, _ in rules]
+        places = tuple(place(*each) for each in stage_dependencies(kind, index, partition))
+        num_early = len(places) - (kind is StageKind.BACKWARD and not late)
         cost = costs.of(kind, index, run.actions[0].worker)
         forward = cost.seconds if kind is StageKind.FORWARD else cost.recompute_seconds
         num_blocks = max(1, len(run.stage.blocks)) if forward else 1
         joined = partition.joined if kind is StageKind.FUSED else 0
         joins = {
             action.microbatch: [
-                (place(each.key.kind, each.key.stage), each.key.microbatch)
+                (place(each.kind, each.stage), each.microbatch)
                 for each in dependencies(action.key, partition)
             ]
             for action in run.actions
@@ -376,8 +374,8 @@ def _transfers(
                 first_bytes=run.weight_bytes / num_blocks + boundary_bytes,
                 download_bytes=run.gradient_bytes + run.output_bytes,
                 place=place(kind, index),
-                start=tuple(p for p, first in zip(places, at_start, strict=True) if first),
-                gradient=tuple(p for p, first in zip(places, at_start, strict=True) if not first),
+                start=places[:num_early],
+                gradient=places[num_early:],
                 forward_seconds=forward,
                 seconds=cost.seconds,
                 num_blocks=num_blocks,

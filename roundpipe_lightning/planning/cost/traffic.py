@@ -234,7 +234,7 @@ def _makers(
     boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
     found = [
         (kind, index, boundary)
-        for kind, index, _ in stage_dependencies(stage.kind, stage.index, partition)
+        for kind, index in stage_dependencies(stage.kind, stage.index, partition)
         if is_all or kind is not StageKind.FORWARD
     ]
     for maker in partition.stages()[: partition.num_forward]:

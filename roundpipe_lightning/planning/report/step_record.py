@@ -100,14 +100,13 @@ def _gaps(
     free = None
     for entry in row:
         start = entry.start_seconds
-        sources = dependencies(entry.action.key, partition)
         boundary += entry.waiting_seconds
         if free is None:
             fill, free = start - begin, start
         elif start > free:
             ready = free
-            for source in sources:
-                ready = max(ready, min(ended.get(source.key, free), start))
+            for source in dependencies(entry.action.key, partition):
+                ready = max(ready, min(ended.get(source, free), start))
             boundary += ready - free
             other += start - ready
         free = max(free, entry.end_seconds)
@@ -252,9 +251,9 @@ class StepProgress:
         if seconds is not None:
             return f"runs {action.key} for {seconds:.1f} s"
         missing = [
-            self._state(dependency.key)
-            for dependency in dependencies(action.key, self.plan.partition)
-            if dependency.key not in self.ended
+            self._state(key)
+            for key in dependencies(action.key, self.plan.partition)
+            if key not in self.ended
         ]
         if not missing:
             return f"may begin {action.key}, which its microbatch has not come to"

@@ -32,7 +32,6 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
@@ -134,53 +133,38 @@ class Schedule:
         return self.to_text()
 
 
-class NeededFor(Enum):
-    """Part of an action that waits for a dependency."""
-
-    START = "start"
-    """Nothing of the action may begin before."""
-
-    GRADIENT = "gradient"
-    """The recompute may begin before; the backward, which needs the incoming gradient, may not."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dependency:
-    """An action that must have ended before another, or a part of it, may begin."""
-
-    key: ActionKey
-    needed_for: NeededFor
-
-
-def dependencies(key: ActionKey, partition: Partition) -> tuple[Dependency, ...]:
+def dependencies(key: ActionKey, partition: Partition) -> tuple[ActionKey, ...]:
     """Return the actions that an action waits for; PlanError if the partition has no such stage."""
     microbatches: Sequence[int] = (key.microbatch,)
     if partition.joined and key.kind is StageKind.FUSED:
         first = key.microbatch - key.microbatch % partition.joined
         if key.microbatch != first:
-            return (Dependency(key=key._replace(microbatch=first), needed_for=NeededFor.START),)
+            return (key._replace(microbatch=first),)
         microbatches = range(first, first + partition.joined)
     return tuple(
-        Dependency(key=ActionKey(kind, stage, microbatch), needed_for=needed_for)
-        for kind, stage, needed_for in stage_dependencies(key.kind, key.stage, partition)
+        ActionKey(kind, stage, microbatch)
+        for kind, stage in stage_dependencies(key.kind, key.stage, partition)
         for microbatch in microbatches
     )
 
 
 def stage_dependencies(
     kind: StageKind, index: int, partition: Partition
-) -> tuple[tuple[StageKind, int, NeededFor], ...]:
-    """Return a stage's dependencies: the rule behind `dependencies()`, without microbatches."""
+) -> tuple[tuple[StageKind, int], ...]:
+    """Return a stage's dependencies: the rule behind `dependencies()`, without microbatches.
+
+    Nothing of an action may begin before, but for the last one of a BACKWARD stage, which gives the
+    gradient: the recompute may begin before that.
+    """
     stage = partition.stage(kind, index)
-    start, gradient = NeededFor.START, NeededFor.GRADIENT
     if kind is StageKind.FORWARD:
-        return ((kind, index - 1, start),) if index > 0 else ()
+        return ((kind, index - 1),) if index > 0 else ()
     if kind is StageKind.FUSED:
         last = partition.num_forward - 1
-        return ((StageKind.FORWARD, last, start),) if last >= 0 else ()
+        return ((StageKind.FORWARD, last),) if last >= 0 else ()
     source = partition.producer(stage.blocks.start)
     giver = (StageKind.FUSED, 0) if index == 1 else (StageKind.BACKWARD, index - 1)
-    return ((source.kind, source.index, start), (*giver, gradient))
+    return ((source.kind, source.index), giver)
 
 
 def format_grid(schedule: Schedule, *, marked: Collection[Action] = ()) -> str:
@@ -228,7 +212,7 @@ def validate_schedule(schedule: Schedule, *, partition: Partition, num_microbatc
         worker = ready.popleft()
         for action in schedule.workers[worker][position[worker] :]:
             needs = dependencies(action.key, partition)
-            late = next((each.key for each in needs if each.key not in done), None)
+            late = next((each for each in needs if each not in done), None)
             if late is not None:
                 waiters.setdefault(late, []).append(worker)
                 break
@@ -258,7 +242,7 @@ def _describe_deadlock(
     stuck = [row[at] for row, at in zip(schedule.workers, position, strict=True) if at < len(row)]
     reasons = []
     for action in stuck:
-        waits = [str(d.key) for d in dependencies(action.key, partition) if d.key not in done]
+        waits = [str(key) for key in dependencies(action.key, partition) if key not in done]
         reasons.append(
             f"worker {action.worker} stands at {action.key}, waiting for {' and '.join(waits)}"
         )
