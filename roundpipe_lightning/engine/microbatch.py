@@ -33,9 +33,10 @@ from roundpipe_lightning.engine.chain.forward import ForwardPass
 from roundpipe_lightning.engine.chain.joined import PieceBoard
 from roundpipe_lightning.engine.chain.pieces import CallForms, DriverForward, PieceForward
 from roundpipe_lightning.engine.chain.segments import rows_to_come
+from roundpipe_lightning.engine.device.base import strides_of_copy
 from roundpipe_lightning.engine.device.events import Event
 from roundpipe_lightning.engine.device.threads import Countdown, noted
-from roundpipe_lightning.engine.transfer.boundary import send_to_host
+from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority
 from roundpipe_lightning.engine.transfer.gradient_reduce import (
     GradientReducer,
     Gradients,
@@ -329,8 +330,11 @@ class Microbatch:
                 return device.download(tensor)
         # Not the end of the turn there: the user's code may have written into it since.
         made = worker.device.mark_event("an output is made")
-        host, landed = send_to_host(tensor.detach(), transfers, after=made)
-        self._downloads.append(landed)
+        flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        host = flat.as_strided(tensor.shape, strides_of_copy(tensor))
+        pieces = [(host, tensor.detach())]
+        job = Job(name="an output", priority=Priority.WEIGHTS, pieces=pieces, after=[made])
+        self._downloads.append(transfers.downloads.submit(job))
         return host
 
     def await_output(self) -> None:

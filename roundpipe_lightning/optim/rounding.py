@@ -238,25 +238,16 @@ class PowerCode:
         """Write codes and scales of 1-D float32 numbers, from a block on; they are overwritten."""
         for start in range(0, numbers.numel(), _PART):
             stop = min(start + _PART, numbers.numel())
-            blocks = slice(start // BLOCK, num_blocks(stop))
-            self._encode(
-                numbers[start:stop],
-                codes=codes[start:stop],
-                scales=scales[blocks],
-                random=None if random is None else replace(random, offset=random.offset + start),
-            )
-
-    def _encode(
-        self, numbers: Tensor, *, codes: Tensor, scales: Tensor, random: Noise | None
-    ) -> None:
-        magnitude = numbers.abs() if self.signed else numbers
-        _largest(magnitude, out=scales)
-        _each_block(Tensor.div_, magnitude, torch.where(scales == 0, 1.0, scales))
-        least = None if self.signed else magnitude.sign()  # 1 for what must not become 0
-        rounded = self._rounded(magnitude, random).clamp_(max=self.largest)
-        if least is not None:
-            torch.maximum(rounded, least, out=rounded)
-        codes.copy_(rounded.copysign_(numbers) if self.signed else rounded)
+            part, scale = numbers[start:stop], scales[start // BLOCK : num_blocks(stop)]
+            drawn = None if random is None else replace(random, offset=random.offset + start)
+            magnitude = part.abs() if self.signed else part
+            _largest(magnitude, out=scale)
+            _each_block(Tensor.div_, magnitude, torch.where(scale == 0, 1.0, scale))
+            least = None if self.signed else magnitude.sign()  # 1 for what must not become 0
+            rounded = self._rounded(magnitude, drawn).clamp_(max=self.largest)
+            if least is not None:
+                torch.maximum(rounded, least, out=rounded)
+            codes[start:stop].copy_(rounded.copysign_(part) if self.signed else rounded)
 
     def _rounded(self, x: Tensor, random: Noise | None) -> Tensor:
         root = x.sqrt()

@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roundpipe_lightning.engine.capture.torch_functions import nodes_of
 from roundpipe_lightning.engine.chain.forward import ForwardPass
 from roundpipe_lightning.engine.chain.joined import JoinedValue
 from roundpipe_lightning.engine.chain.pieces import DriverForward, PieceForward
-from roundpipe_lightning.engine.chain.segments import share_a_graph
 from roundpipe_lightning.engine.chain.values import BlockCall, Source, Value
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
@@ -73,12 +73,14 @@ class BackwardPass:
     def _run_graph(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor], *, below: int
     ) -> None:
-        """Run the graph of segments, not freeing what segments `below` a number need."""
-        lower = self._made_below(below)
+        """Run the graph of segments, not freeing what segments `below` a number need.
+
+        The graph reaches into theirs where user code carries a tensor past PyTorch's functions.
+        """
+        lower = {node for node in nodes_of(self._made_below(below)) if node.next_functions}
+        shares = bool(lower) and not lower.isdisjoint(nodes_of(roots))
         with self._user.in_backward():
-            torch.autograd.backward(
-                roots, list(gradients), retain_graph=share_a_graph(roots, lower)
-            )
+            torch.autograd.backward(roots, list(gradients), retain_graph=shares)
 
     def _made_below(self, number: int) -> list[Tensor]:
         return [t for t in self._taken() if self._segments.made_in(t) < number]

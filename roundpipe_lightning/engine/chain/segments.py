@@ -194,16 +194,6 @@ class Segments:
         self._all.clear()
 
 
-def share_a_graph(upper: Sequence[Tensor], lower: Sequence[Tensor]) -> bool:
-    """Return whether the graph of some tensors reaches into the graph that made others.
-
-    It does where user code carries a tensor past PyTorch's functions. Both graphs are then run
-    backward, so the first run must not free what the second needs.
-    """
-    below = {node for node in nodes_of(lower) if node.next_functions}
-    return bool(below) and not below.isdisjoint(nodes_of(upper))
-
-
 def rows_to_come(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[Tensor, Tensor]:
     """Return the rows of leaves to which the graph of some tensors gives gradients.
 

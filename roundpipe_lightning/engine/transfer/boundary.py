@@ -153,16 +153,3 @@ class BoundaryTensor:
             return host.detach()
         self._landed.wait()
         return host.clone()  # others take it from there, and a block may write into what it gets
-
-
-def send_to_host(
-    tensor: Tensor, transfers: WorkerTransfers, *, after: Event
-) -> tuple[Tensor, Event]:
-    """Download a worker's tensor, without a graph, into ordinary host memory, after it was made.
-
-    Returns what will have its values, and when.
-    """
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
-    host = flat.as_strided(tensor.shape, strides_of_copy(tensor))
-    job = Job(name="an output", priority=Priority.WEIGHTS, pieces=[(host, tensor)], after=[after])
-    return host, transfers.downloads.submit(job)
