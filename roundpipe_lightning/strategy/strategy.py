@@ -860,7 +860,9 @@ class RoundPipeStrategy(OneProcessStrategy):
         Raises:
             CheckpointError: The checkpoint is of another model, or the base is another one.
         """
-        load_state(self._module, checkpoint, strict=strict)
+        # `setup` would convert it later: values in 64 bits would pass through 32.
+        module = self.precision_plugin.convert_module(self._module)
+        load_state(module, checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers and, if the checkpoint has it, what else a resumed run needs.

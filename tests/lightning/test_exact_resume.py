@@ -127,6 +127,7 @@ HOOKS: dict[str, tuple[list[str], dict[str, Any]]] = {
         [*BATCH_END, "on_train_epoch_end"],
         {"picked": [1, 2, 3, 4], "max_epochs": -1, "max_steps": 7},
     ),
+    "masters in 64 bits": (BATCH_END, {"picked": [4], "precision": "64-true"}),
     "a loss scale and its growth": (
         BATCH_END,
         {
@@ -149,6 +150,7 @@ HOOKS: dict[str, tuple[list[str], dict[str, Any]]] = {
 @pytest.mark.suite(
     "every hook",
     "windows, one ends early",
+    "masters in 64 bits",
     "a loss scale and its growth",
     "accumulation that a callback changes",
 )
