@@ -100,12 +100,13 @@ def _gaps(
     free = None
     for entry in row:
         start = entry.start_seconds
+        sources = dependencies(entry.action.key, partition)
         boundary += entry.waiting_seconds
         if free is None:
             fill, free = start - begin, start
         elif start > free:
             ready = free
-            for source in dependencies(entry.action.key, partition):
+            for source in sources:
                 ready = max(ready, min(ended.get(source, free), start))
             boundary += ready - free
             other += start - ready
