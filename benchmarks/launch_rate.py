@@ -1,12 +1,15 @@
 """Measures how fast a block launches operations in the engine, against plain PyTorch.
 
 Each block makes many operations on a tensor of size 1, forward and backward, so nothing but the
-host's work per operation counts. One worker runs one microbatch of blocks that are not run again;
-more workers share the interpreter, each with a microbatch of its own. The figure is operations per
-second in the engine over those of a plain loop in one thread, from the processor's time as well as
-the clock's: other programs on the machine delay only the latter.
+host's work per operation counts. One worker runs one microbatch; more workers share the
+interpreter, each with a microbatch of its own. Like is compared with like: where the engine keeps
+the graph of all blocks the plain loop does, too (`kept`); where it runs all blocks but the last one
+again (`recomputed`) the plain loop has `torch.utils.checkpoint` around each, without its care for
+random numbers. The figure is operations per second in the engine over those of the plain loop in
+one thread, from the processor's time as well as the clock's: other programs on the machine delay
+only the latter. Both run in turn, and the median of the pairs' ratios is printed.
 
-    python benchmarks/launch_rate.py [--workers 1 4 8] [--pairs 7] [--output json]
+    python benchmarks/launch_rate.py [--workers 1 4 8] [--pairs 31] [--output json]
     python benchmarks/launch_rate.py --toy-step  # a step of `Trainer.fit` on four small blocks
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +27,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from roundpipe_lightning.planning.schedule.stages import Partition
@@ -31,6 +36,7 @@ from tests.kit.engine import cpu_workers, engine_of, mean_step, plan_of, stack_o
 from tests.kit.training import make_trainer
 
 NUM_BLOCKS = 8
+_CHECKPOINT: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 class Block(nn.Module):
@@ -70,8 +76,10 @@ def measure(run: Callable[[], Any]) -> tuple[float, float]:
     return time.process_time() - processor, time.perf_counter() - clock
 
 
-def rates(num_workers: int, *, pairs: int, repeats: int) -> dict[str, float]:
-    """Return the engine's operations per second over the plain loop's, each its fastest run."""
+def rates(
+    num_workers: int, *, pairs: int, repeats: int, recomputes: bool = False
+) -> dict[str, float]:
+    """Return the engine's operations per second over the plain loop's: the median of the pairs."""
     plain, ours = Model(repeats), Model(repeats)
     batches = [torch.ones(1) for _ in range(num_workers)]
     stack = stack_of(tuple(ours.layers))
@@ -80,21 +88,25 @@ def rates(num_workers: int, *, pairs: int, repeats: int) -> dict[str, float]:
         num_workers=num_workers,
         num_microbatches=num_workers,
         team_size=num_workers,
-        partition=Partition(forward=(), backward=(NUM_BLOCKS,)),
+        partition=Partition(
+            forward=(NUM_BLOCKS - 1,) if recomputes else (),
+            backward=(1, NUM_BLOCKS - 1) if recomputes else (NUM_BLOCKS,),
+        ),
     )
 
     def run_plain() -> None:
-        for batch in batches:
-            plain.training_step(batch, 0).backward()
+        for x in batches:
+            for layer in plain.layers[:-1]:
+                x = checkpoint(layer, x, **_CHECKPOINT) if recomputes else layer(x)
+            plain.layers[-1](x).sum().backward()
 
-    plain_runs, engine_runs = [], []
+    ratios = []
     with engine_of(ours, stack, plan, devices=cpu_workers(num_workers)) as engine:
         for _ in range(pairs + 1):  # the first prepares
-            plain_runs.append(measure(run_plain))
-            engine_runs.append(measure(lambda: mean_step(engine, batches)))
-    fastest = [map(min, zip(*runs, strict=True)) for runs in (plain_runs, engine_runs)]
-    ratios = [one / other for one, other in zip(*fastest, strict=True)]
-    return dict(zip(("processor", "clock"), ratios, strict=True))
+            one, other = measure(run_plain), measure(lambda: mean_step(engine, batches))
+            ratios.append((one[0] / other[0], one[1] / other[1]))
+    processor, clock = map(statistics.median, zip(*ratios[1:], strict=True))
+    return {"processor": processor, "clock": clock}
 
 
 class Toy(LightningModule):
@@ -142,8 +154,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--pairs", type=int, default=7, help="counted pairs of steps (default 7)")
-    parser.add_argument("--repeats", type=int, default=600, help="of 4 operations (default 600)")
+    parser.add_argument("--pairs", type=int, default=31, help="counted pairs of steps (default 31)")
+    parser.add_argument("--repeats", type=int, default=200, help="of 4 operations (default 200)")
     parser.add_argument("--output", choices=("text", "json"), default="text")
     parser.add_argument("--toy-step", action="store_true")
     options = parser.parse_args()
@@ -153,13 +165,19 @@ def main() -> None:
         plain = toy_step("auto", steps=300)
         print(f"processor's time of a step: {1e3 * ours:.2f} ms, plain Lightning {1e3 * plain:.2f}")
         return
-    found = {n: rates(n, pairs=options.pairs, repeats=options.repeats) for n in options.workers}
+    found = {
+        f"{num_workers} workers, {kind}": rates(
+            num_workers, pairs=options.pairs, repeats=options.repeats, recomputes=recomputes
+        )
+        for num_workers in options.workers
+        for kind, recomputes in (("recomputed", True), ("kept", False))
+    }
     if options.output == "json":
         print(json.dumps(found))
         return
-    for num_workers, ratios in found.items():
+    for name, ratios in found.items():
         text = ", ".join(f"{ratio:.2f} by the {kind}" for kind, ratio in ratios.items())
-        print(f"{num_workers} workers, operations per second over plain PyTorch: {text}")
+        print(f"{name}: {text}")
 
 
 if __name__ == "__main__":

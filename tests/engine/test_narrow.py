@@ -150,6 +150,22 @@ def test_whole_values_are_those_of_the_last_write() -> None:
         rounded.renew(leaf)
 
 
+def test_functions_that_autocast_rounds_for_take_rounded_weights_at_once() -> None:
+    weight = nn.Parameter(torch.rand(2, 2))
+    rounded = RoundedLeaves(lambda parameter, leaf: parameter)
+    rounded.add({weight: nn.Parameter(weight.detach().bfloat16())})
+
+    def suits(func: Any) -> bool:
+        return rounded.suit(func, device_type="cpu")
+
+    assert not suits(functional.linear)
+    with AUTOCAST():
+        assert suits(functional.linear)
+        assert not suits(torch.exp)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert not suits(functional.linear)
+
+
 def test_evaluations_see_unseen_writes_once_copies_are_marked_old() -> None:
     module: Any = Regressor()
     with opened(module, torch.bfloat16) as engine:

@@ -176,6 +176,25 @@ def test_a_recompute_writes_no_attributes() -> None:
     assert [layer.num_calls for layer in module.layers] == [3, 3]
 
 
+def test_a_block_may_compute_with_what_it_made_with_a_graph_of_its_own() -> None:
+    class Sloped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                start = x.detach().requires_grad_()
+                squares = start.square()
+                (slope,) = torch.autograd.grad(squares.sum(), start)
+            with torch.no_grad():
+                scale = squares + slope
+            hidden: Tensor = self.linear(x) * scale
+            return hidden
+
+    check_parity(Regressor(2, make_block=Sloped), devices=[CpuDevice(0), CpuDevice(1)])
+
+
 class Appending(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -243,8 +243,9 @@ def test_training_is_that_of_one_device(
 
 @pytest.mark.parametrize("recompute", ["selective", "none"])
 def test_what_is_recomputed_changes_nothing_but_rounding(tmp_path: Path, recompute: str) -> None:
-    full = trained(tmp_path / "full", recompute="full", num_microbatches=4)
-    other = trained(tmp_path / recompute, recompute=recompute, num_microbatches=4)
+    settings: dict[str, Any] = {"num_microbatches": 4, "microbatching": "step"}
+    full = trained(tmp_path / "full", recompute="full", **settings)
+    other = trained(tmp_path / recompute, recompute=recompute, **settings)
     assert parameter_error(other, full) < 1e-5
 
 

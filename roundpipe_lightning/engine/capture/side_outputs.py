@@ -39,13 +39,12 @@ class Origin(NamedTuple):
     position: int  # which of the function's results
 
 
-class _Mark:
+class _Mark(ref[Tensor]):
     """The origin of one tensor: where a subclass gives it to another tensor, that one has none."""
 
-    __slots__ = ("origin", "tensor")
+    __slots__ = ("place",)
 
-    def __init__(self, origin: Origin, tensor: Tensor) -> None:
-        self.origin, self.tensor = origin, ref(tensor)
+    place: tuple[SideOutputs, int, int, int]  # an `Origin`'s, which takes longer to make
 
     def __deepcopy__(self, memo: object) -> None:
         return None
@@ -53,7 +52,7 @@ class _Mark:
 
 def _origin_of(tensor: Tensor) -> Origin | None:
     mark: _Mark | None = getattr(tensor, _ORIGIN, None)
-    return mark.origin if mark is not None and mark.tensor() is tensor else None
+    return Origin(*mark.place) if mark is not None and mark() is tensor else None
 
 
 class Watch(Enum):
@@ -82,9 +81,9 @@ class SideOutputs:
         self._leaves: dict[Origin, Tensor] = {}
         self._leaks: dict[Origin, tuple[str, torch.Size, torch.dtype]] = {}
         self._found: dict[Origin, Tensor] = {}
-        self._watch = Watch.UNWATCHED
         #: Whether `check` and `observe` have something to do.
         self.looks_at_arguments = self.looks_at_results = False
+        self._marks = False
         self._block = self._num_functions = 0
         self._name = ""
 
@@ -94,10 +93,9 @@ class SideOutputs:
             origin.block == number for origin in (*self._leaves, *self._leaks)
         ):
             watch = Watch.NOTHING
-        self._watch, self._block, self._num_functions = watch, number, -1
+        self._marks, self._block, self._num_functions = watch is Watch.MARK, number, -1
         self._name = name
-        if watch is Watch.MARK:
-            SideOutputs._marks_exist = True
+        SideOutputs._marks_exist |= self._marks
         self.looks_at_arguments = watch is not Watch.UNWATCHED and self._marks_exist
         self.looks_at_results = watch not in _SILENT
         if self.looks_at_results:
@@ -105,22 +103,23 @@ class SideOutputs:
         self._num_functions = 0  # whatever was asked about the inputs
 
     def end_block(self) -> None:
-        self._watch = Watch.UNWATCHED
-        self.looks_at_arguments = self.looks_at_results = False
+        self.looks_at_arguments = self.looks_at_results = self._marks = False
 
     def observe(self, result: Any) -> None:
         """Look at what a function gave, where `looks_at_results`."""
         self._num_functions += 1
+        if self._marks and type(result) is Tensor:
+            self._mark(result, 0)
+            return
         results = result if isinstance(result, (tuple, list)) else (result,)
         for position, tensor in enumerate(results):
             if not isinstance(tensor, Tensor):
                 continue
-            origin = Origin(self, self._block, self._num_functions, position)
-            if self._watch is Watch.MARK:
-                if isinstance(tensor, nn.Parameter):
-                    continue  # all microbatches of a round have it
-                setattr(tensor, _ORIGIN, _Mark(origin, tensor))
+            if self._marks:
+                if not isinstance(tensor, nn.Parameter):  # which all microbatches of a round have
+                    self._mark(tensor, position)
                 continue
+            origin = Origin(self, self._block, self._num_functions, position)
             taken = self._leaks.get(origin)
             # What is kept from the first call on (a table) is not made again: others have its
             # number.
@@ -129,6 +128,11 @@ class SideOutputs:
             if origin in self._leaves:
                 self._check_same(tensor, self._leaves[origin])
                 self._found[origin] = tensor
+
+    def _mark(self, tensor: Tensor, position: int) -> None:
+        mark = _Mark(tensor)
+        mark.place = self, self._block, self._num_functions, position
+        setattr(tensor, _ORIGIN, mark)
 
     def check(self, args: Iterable[Any]) -> None:
         """Take notice of what reaches a block's function past the block's arguments.
@@ -141,18 +145,17 @@ class SideOutputs:
             return
         for arg in args:
             if isinstance(arg, Tensor):
-                self._check_argument(arg)
-            elif isinstance(arg, list | tuple):
+                mark: _Mark | None = getattr(arg, _ORIGIN, None)
+                if mark is not None and mark() is arg:
+                    run, block, _, _ = mark.place
+                    if run is not self or block != self._block:
+                        run.note_leak(Origin(*mark.place), arg, self._name)
+                elif self._marks and arg.grad_fn is not None and not torch.is_grad_enabled():
+                    raise CaptureError(
+                        _PAST_ARGUMENTS.format("Code outside the blocks", self._name)
+                    )
+            elif isinstance(arg, (list, tuple)):
                 self.check(arg)
-
-    def _check_argument(self, tensor: Tensor) -> None:
-        origin = _origin_of(tensor)
-        if origin is not None and (origin.run is not self or origin.block != self._block):
-            origin.run.note_leak(origin, tensor, self._name)
-        elif (
-            self._watch is Watch.MARK and tensor.grad_fn is not None and not torch.is_grad_enabled()
-        ):
-            raise CaptureError(_PAST_ARGUMENTS.format("Code outside the blocks", self._name))
 
     def note_leak(self, origin: Origin, tensor: Tensor, name: str) -> None:
         self._leaks[origin] = (name, tensor.shape, tensor.dtype)

@@ -311,6 +311,7 @@ class RoundedLeaves:
         self.are_made_whole = False
         self._values_of = whole
         self._values: dict[int, Tensor] = {}
+        self._dtypes: set[torch.dtype] = set()
         self.views: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
 
     def forget_views(self) -> None:
@@ -324,6 +325,18 @@ class RoundedLeaves:
         for parameter, leaf in leaves.items():
             if leaf.dtype is not parameter.dtype:
                 self.masters[id(leaf)] = parameter
+                self._dtypes.add(leaf.dtype)
+
+    def suit(self, func: Callable[..., Any], *, device_type: str) -> bool:
+        """Return whether autocast would round the weights that a function takes to what they are.
+
+        Views of them aside.
+        """
+        return (
+            name_of(func) in _ROUND
+            and torch.is_autocast_enabled(device_type)
+            and self._dtypes == {torch.get_autocast_dtype(device_type)}
+        )
 
     def replaced(
         self, func: Callable[..., Any], args: Any, kwargs: Any, *, device_type: str

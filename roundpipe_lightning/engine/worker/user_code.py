@@ -14,7 +14,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import MethodWrapperType
+from types import (
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +41,7 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     QUESTIONS,
     ModeStack,
     RoundedLeaves,
+    attribute_or_name,
     is_transformed,
     name_of,
     untransformed,
@@ -56,7 +62,10 @@ _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 #: Types of arguments that neither are parameters nor hold some.
 _NO_MASTERS = frozenset({Tensor, int, float, bool, str, slice, type(None), torch.dtype})
-_NO_CONTAINERS = _NO_MASTERS | {nn.Parameter}
+
+#: Functions that neither draw random numbers nor write, as far as some have been seen.
+_PLAIN: set[Any] = set()
+_KINDS_OF_TORCH = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 
 
 Outside: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -348,8 +357,33 @@ class UserCode(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # An operation passes here in a microsecond or two: no call that is not needed is made.
-        kwargs = kwargs or {}
+        # A block's operation passes here in a microsecond: no call that is not needed is made.
+        kwargs, resident = kwargs or {}, self._resident
+        if resident is None or func not in _PLAIN or self._gathers or resident.rounded.views:
+            return self._call(func, args, kwargs)
+        given, rounded = (*args, *kwargs.values()) if kwargs else args, resident.rounded
+        for x in given:
+            kind = type(x)
+            if kind not in _NO_MASTERS and (
+                kind is not nn.Parameter
+                or id(x) in self._masters
+                or (
+                    id(x) in rounded.masters
+                    and not rounded.suit(func, device_type=resident.device.torch_device.type)
+                )
+            ):
+                return self._call(func, args, kwargs)
+        outputs = self.side_outputs
+        if outputs.looks_at_arguments:
+            outputs.check(given)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if outputs.looks_at_results:
+            outputs.observe(result)
+        return result
+
+    def _call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a torch function as the code that runs, in a block or outside, is to see it."""
+        resident, outputs = self._resident, self.side_outputs
         if self._parameter_writes.is_watched or type(func) is MethodWrapperType:
             values = self._parameter_writes.note(func, args)
             if values is not None:
@@ -357,29 +391,22 @@ class UserCode(TorchFunctionMode):
         answer: Any = NotImplemented
         if self._modes.is_active:
             answer, args, kwargs = self._outside_blocks(func, args, kwargs)
-        elif self._resident is not None:
-            rounded = self._resident.rounded
-            # A rounded leaf may have to give way to the weight's own values.
-            known = _NO_MASTERS if rounded.masters else _NO_CONTAINERS
-            is_plain = not (rounded.views or kwargs) and known.issuperset(map(type, args))
-            if not (is_plain and self._masters.isdisjoint(map(id, args))):
-                answer, args, kwargs = self._on_resident_leaves(func, args, kwargs, rounded)
+        elif resident is not None:
+            answer, args, kwargs = self._on_resident_leaves(func, args, kwargs, resident.rounded)
             if self._gathers and (name := name_of(func)) not in QUESTIONS | KEEP_PLACE:
                 args, kwargs = self._brought_together(name, args, kwargs, leaf=lambda x: x)
-            if self.side_outputs.looks_at_arguments:
-                self.side_outputs.check(args)
-                self.side_outputs.check(kwargs.values())
+            if outputs.looks_at_arguments:
+                outputs.check(args)
+                outputs.check(kwargs.values())
         if answer is not NotImplemented:
             return answer
-        stream = self.stream
-        if stream is None:
+        if self.stream is None:
             return func(*args, **kwargs)
-        if stream.drops_out and getattr(func, "__name__", "") not in RANDOM_FUNCTIONS:
-            result = func(*args, **kwargs) if kwargs else func(*args)
-        else:
-            result = stream.call(func, args, kwargs)
-        if self.side_outputs.looks_at_results:
-            self.side_outputs.observe(result)
+        result = self.stream.call(func, args, kwargs)
+        if outputs.looks_at_results:
+            outputs.observe(result)
+        if resident is not None and _is_plain(func):
+            _PLAIN.add(func)
         return result
 
     def _outside_blocks(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
@@ -501,6 +528,15 @@ class UserCode(TorchFunctionMode):
             return target.bring(value, self.owner_of(value)) if on_other_worker else value
 
         return map_tensors(bring, (args, kwargs))
+
+
+def _is_plain(func: Callable[..., Any]) -> bool:
+    if isinstance(func, MethodWrapperType):
+        return func.__name__ == "__get__" and attribute_or_name(func) not in ("data", "grad")
+    name = getattr(func, "__name__", "")
+    module = getattr(func, "__module__", None) or ""
+    of_torch = isinstance(func, _KINDS_OF_TORCH) or module.startswith("torch.")
+    return of_torch and not (name in RANDOM_FUNCTIONS or "dropout" in name or writes_first(name))
 
 
 def _replaced(values: Sequence[Any], leaf: Callable[[Any], Any]) -> Sequence[Any]:
