@@ -198,7 +198,7 @@ def merge(arguments: Sequence[str] | None = None) -> int:
         "strategy reads. A folder of Hugging Face is what roundpipe-export writes.",
         epilog="Example: roundpipe-merge logs/train/runs/NAME/checkpoints/last.ckpt one.ckpt",
     )
-    parser.add_argument("folder", help="the checkpoint, a folder with index.json")
+    parser.add_argument("folder", help="the checkpoint, a folder with .metadata")
     parser.add_argument("file", help="the file to write; what is there is replaced as a whole")
     parser.add_argument(
         "--trust",

@@ -23,6 +23,7 @@ elements 3 to 13 of (4, 4)      . . . 3      row 0, columns 3 to 4
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import pickle
@@ -241,8 +242,7 @@ def write_folder(
         def begin() -> tuple[Path, str] | None:
             if part.rank > 0:
                 return None
-            path.parent.mkdir(parents=True, exist_ok=True)
-            remove_remains(path)
+            make_place(path)
             return stack.enter_context(new_folder(path)), secrets.token_hex(4)
 
         first = on_all(begin)[0]
@@ -265,6 +265,15 @@ def write_folder(
                 replace_folder(folder, path, index=METADATA, suffix=".distcp")
 
         on_all(finish)
+
+
+def make_place(path: Path) -> None:
+    """Make room for a checkpoint; OSError: a folder of other files is there, which stays."""
+    is_folder = path.is_dir() and not path.is_symlink()
+    if is_folder and not is_checkpoint_folder(path) and any(path.iterdir()):
+        raise OSError(errno.ENOTEMPTY, "a folder with other files is there")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_remains(path)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -333,7 +342,7 @@ class Folder:
     def __init__(
         self, path: Path, *, map_location: Any = None, weights_only: bool | None = None
     ) -> None:
-        _check_form(path)
+        check_form(path)
         self._path = path
         self._tensors: dict[str, Tensor] = {}
         self._unread: dict[int, str] = {}
@@ -445,7 +454,8 @@ class Folder:
             raise unreadable(self._path, reason) from error
 
 
-def _check_form(path: Path) -> None:
+def check_form(path: Path) -> None:
+    """CheckpointError: it is no folder of a checkpoint."""
     if not path.is_dir():
         found = "is one file already" if path.exists() else "does not exist"
         raise CheckpointError(

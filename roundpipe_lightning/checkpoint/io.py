@@ -30,6 +30,7 @@ from roundpipe_lightning.checkpoint.folder import (
     Part,
     Share,
     load_file,
+    make_place,
     unreadable,
     write_folder,
 )
@@ -43,7 +44,7 @@ from roundpipe_lightning.checkpoint.snapshot import (
     write_records,
 )
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
-from roundpipe_lightning.files import find_damage, remove_remains, replaced_file
+from roundpipe_lightning.files import find_damage, replaced_file
 
 __all__ = ["RoundPipeAsyncCheckpointIO", "RoundPipeCheckpointIO", "merge_checkpoint"]
 
@@ -295,8 +296,7 @@ def _write(path: Path, content: Part | Sequence[Record], *, take: TakeStorage) -
         if isinstance(content, Part):
             write_folder(content, path, take=take)
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_remains(path)
+        make_place(path)
         with replaced_file(path) as file:
             write_records(content, file, take=take)
     except OSError as error:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_commands import EXIT_BAD_INPUT
 from roundpipe_lightning.checkpoint.compatibility import check_versions, left_out, load_state
-from roundpipe_lightning.checkpoint.folder import is_checkpoint_folder
+from roundpipe_lightning.checkpoint.folder import check_form, is_checkpoint_folder
 from roundpipe_lightning.checkpoint.io import read_checkpoint
 from roundpipe_lightning.cli.build import find_checkpoint, run_folder
 from roundpipe_lightning.cli.objects import build, read_adapters, run_explained
@@ -55,6 +55,8 @@ def export(config: DictConfig) -> Path:
     if found is not None and "://" in found:
         raise ConfigurationError(f"ckpt_path={found}: copy it to this machine first.")
     checkpoint = None if found is None else Path(found)
+    if checkpoint is not None and checkpoint.is_dir():
+        check_form(checkpoint)
     names = ("dtype", "merge", "overwrite", "max_shard_bytes", "original_layout")
     tokenizer = config.tokenizer or _tokenizer_of_run(checkpoint)
     options = ExportOptions(**{name: config[name] for name in names}, tokenizer=tokenizer)

@@ -202,7 +202,7 @@ def test_refuses_what_cannot_be_exported(
     paths = {"alone": tmp_path / "alone.ckpt", "good": good, "run": run}
     paths |= {name: good.with_name(f"{name}.ckpt") for name in ("short", "other")}
     shutil.copy(good, paths["alone"])
-    paths["hub"] = run / "hub"
+    paths["hub"] = tmp_path / "hub"  # and no run is beside it
     paths["hub"].mkdir()
     (paths["hub"] / "config.json").touch()
     paths["short"].write_bytes(good.read_bytes()[:-3000])

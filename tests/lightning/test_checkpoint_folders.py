@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from roundpipe_commands import merge as main
 from roundpipe_lightning.checkpoint.io import (
+    Form,
     RoundPipeAsyncCheckpointIO,
     RoundPipeCheckpointIO,
     merge_checkpoint,
@@ -166,6 +167,18 @@ def test_damaged_folders(tmp_path: Path, kind: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as error:
         RoundPipeCheckpointIO().load_checkpoint(path)
     assert "x.ckpt" in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["file", "distributed"])
+def test_a_folder_of_other_files_stays(
+    tmp_path: Path, form: Form, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _folder().save_checkpoint(_checkpoint(), tmp_path / "runs" / "x.ckpt")
+    with pytest.raises(CheckpointError, match="a folder with other files is there"):
+        RoundPipeCheckpointIO(form=form).save_checkpoint(_checkpoint(), tmp_path / "runs")
+    assert main([str(tmp_path / "runs" / "x.ckpt"), str(tmp_path)]) == 2
+    assert "a folder with other files is there" in capsys.readouterr().err
+    assert _folder().load_checkpoint(tmp_path / "runs" / "x.ckpt")
 
 
 def test_settings_that_cannot_work() -> None:
