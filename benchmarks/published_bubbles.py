@@ -94,11 +94,9 @@ def _replay_bound(
     forward = [count * block.forward_seconds for count in counts]
     backward = [count * block.backward_seconds for count in counts]
     costs = StageCosts(
-        forward=(
+        stages=(
             *(ActionCost(compute_seconds=seconds) for seconds in forward[:-1]),
             ActionCost(compute_seconds=forward[-1] + tail.forward_seconds),
-        ),
-        backward=(
             ActionCost(compute_seconds=0.0),
             ActionCost(
                 recompute_seconds=forward[-1],

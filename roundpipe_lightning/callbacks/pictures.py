@@ -98,16 +98,11 @@ class PipelineTimeline(Listening):
         if self._plan is None or not timelines:
             return None
         partition = self._plan.partition
-        costs = [_measured_cost(stage, timelines) for stage in partition.stages()]
-        return simulate(
-            self._plan.schedule,
-            partition=partition,
-            costs=StageCosts(
-                forward=tuple(costs[: partition.num_forward]),
-                backward=tuple(costs[partition.num_forward :]),
-                recompute_start=RecomputeStart.WITH_GRADIENT,
-            ),
+        costs = StageCosts(
+            stages=tuple(_measured_cost(stage, timelines) for stage in partition.stages()),
+            recompute_start=RecomputeStart.WITH_GRADIENT,
         )
+        return simulate(self._plan.schedule, partition=partition, costs=costs)
 
     @property
     def predicted_bubble_fraction(self) -> float | None:
@@ -290,7 +285,6 @@ class RunReport(CollectsLosses, Listening):
 
 
 def _number(value: float) -> str:
-    """Four digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

@@ -235,8 +235,8 @@ def test_storage_says_what_a_step_moves() -> None:
 PARTITION = Partition(forward=(1,), backward=(0, 1))
 SCHEDULE = Schedule.from_text("worker 0: F0.0 B1.0\nworker 1: X0.0\n")
 COSTS = StageCosts(
-    forward=(ActionCost(compute_seconds=1.0),),
-    backward=(
+    stages=(
+        ActionCost(compute_seconds=1.0),
         ActionCost(compute_seconds=3.0),
         ActionCost(recompute_seconds=1.0, compute_seconds=2.0),
     ),
@@ -263,12 +263,7 @@ def test_an_early_recompute_waits_inside_its_action() -> None:
 
 
 def test_a_recompute_with_its_gradient_begins_late() -> None:
-    costs = StageCosts(
-        forward=COSTS.forward,
-        backward=COSTS.backward,
-        hop_seconds=0.5,
-        recompute_start=RecomputeStart.WITH_GRADIENT,
-    )
+    costs = replace(COSTS, recompute_start=RecomputeStart.WITH_GRADIENT)
     timeline = simulate(SCHEDULE, partition=PARTITION, costs=costs)
     assert rows(timeline)[-1] == ("B1.0@0", 5.0, 8.0, 0.0)
 
@@ -283,11 +278,10 @@ def test_head_and_tail_are_counted_once() -> None:
         fingerprint="",
     )
     costs = stage_costs(profile, partition=Partition(forward=(1, 1), backward=(1, 2)))
-    assert [cost.seconds for cost in costs.forward] == [11.0, 1.0]
-    assert [cost.seconds for cost in costs.backward] == [303.0, 26.0]
-    assert costs.backward[1].recompute_seconds == 2.0
+    assert [cost.seconds for cost in costs.stages] == [11.0, 1.0, 303.0, 26.0]
+    assert costs.stages[3].recompute_seconds == 2.0
     fused = stage_costs(profile, partition=Partition(forward=(), backward=(3,)))
-    assert sum(cost.seconds for cost in (*fused.forward, *fused.backward)) == 339.0
+    assert sum(cost.seconds for cost in fused.stages) == 339.0
     with pytest.raises(PlanError, match="3 blocks"):
         stage_costs(profile, partition=PARTITION)
 
@@ -306,7 +300,7 @@ def test_a_default_plan_is_valid_and_its_simulation_consistent(
     timeline = simulate(plan.schedule, partition=plan.partition, costs=costs)
     assert len(timeline.entries) == plan.partition.num_stages * microbatches
     assert timeline.busy_seconds == pytest.approx(
-        microbatches * sum(cost.seconds for cost in (*costs.forward, *costs.backward))
+        microbatches * sum(cost.seconds for cost in costs.stages)
     )
     assert -1e-9 <= timeline.bubble_fraction <= 1.0
     for row in timeline.rows():
@@ -374,7 +368,7 @@ def step(partition: Partition, truth: ModelProfile = TRUTH, *, slow: float = 1.0
 
 def stage_seconds(profile: ModelProfile, partition: Partition) -> list[float]:
     costs = stage_costs(profile, partition=partition)
-    return [cost.seconds for cost in (*costs.forward, *costs.backward)]
+    return [cost.seconds for cost in costs.stages]
 
 
 def test_sums_of_stages_are_known_after_three_steps() -> None:

@@ -89,9 +89,9 @@ def test_parts_add_up(
         schedule,
         partition=partition,
         costs=StageCosts(
-            forward=tuple(ActionCost(compute_seconds=c) for c in costs[:2]),
-            backward=tuple(
-                ActionCost(compute_seconds=c, recompute_seconds=c / 4) for c in costs[2:]
+            stages=(
+                *(ActionCost(compute_seconds=c) for c in costs[:2]),
+                *(ActionCost(compute_seconds=c, recompute_seconds=c / 4) for c in costs[2:]),
             ),
             hop_seconds=hop_seconds,
             recompute_start=start,

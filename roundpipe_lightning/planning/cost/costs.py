@@ -131,22 +131,20 @@ class StageCosts:
     """Costs of every stage of a partition.
 
     Attributes:
-        forward: Per FORWARD stage, in the order of `Partition.forward`.
-        backward: Per FUSED and BACKWARD stage, in the order of `Partition.backward`.
+        stages: Per stage, in the order of `Partition.stages`.
         hop_seconds: Time for a boundary or gradient to get from one worker to another.
         route: The way that boundaries take, which the hop is of.
         speeds: How fast every worker is: the costs are those of speed 1. Empty: all are.
     """
 
-    forward: tuple[ActionCost, ...]
-    backward: tuple[ActionCost, ...]
+    stages: tuple[ActionCost, ...]
     hop_seconds: float = 0.0
     recompute_start: RecomputeStart = RecomputeStart.EARLY
     route: BoundaryRoute = BoundaryRoute.THROUGH_HOST
     speeds: tuple[float, ...] = ()
 
-    def of(self, kind: StageKind, index: int, worker: int = 0) -> ActionCost:
-        cost = self.forward[index] if kind is StageKind.FORWARD else self.backward[index]
+    def of(self, place: int, worker: int) -> ActionCost:
+        cost = self.stages[place]
         if not self.speeds:
             return cost
         factor = 1 / self.speeds[worker]
@@ -169,10 +167,8 @@ def stage_costs(
     """Add up the blocks of every stage; PlanError if the partition has another number of blocks."""
     if partition.num_blocks != profile.num_blocks:
         raise PlanError(f"'{partition}' does not cut a model of {profile.num_blocks} blocks.")
-    costs = [_stage_cost(stage, profile, recompute) for stage in partition.stages()]
     return StageCosts(
-        forward=tuple(costs[: partition.num_forward]),
-        backward=tuple(costs[partition.num_forward :]),
+        stages=tuple(_stage_cost(stage, profile, recompute) for stage in partition.stages()),
         hop_seconds=hop_seconds,
         recompute_start=recompute_start,
         route=route,

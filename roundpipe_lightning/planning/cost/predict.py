@@ -222,12 +222,7 @@ class StepModel:
             seconds = seconds * layout.team_size / layout.round_size
             return replace(cost, compute_seconds=cost.compute_seconds + seconds)
 
-        stages = partition.stages()
-        return replace(
-            costs,
-            forward=tuple(map(expanded, costs.forward, stages)),
-            backward=tuple(map(expanded, costs.backward, stages[partition.num_forward :])),
-        )
+        return replace(costs, stages=tuple(map(expanded, costs.stages, partition.stages())))
 
 
 def _least_period(layout: PipelineLayout, timeline: Timeline) -> float:

@@ -355,7 +355,7 @@ def _transfers(
         kind, index = run.stage.kind, run.stage.index
         places = tuple(place(*each) for each in stage_dependencies(kind, index, partition))
         num_early = len(places) - (kind is StageKind.BACKWARD and not late)
-        cost = costs.of(kind, index, run.actions[0].worker)
+        cost = costs.of(place(kind, index), run.actions[0].worker)
         forward = cost.seconds if kind is StageKind.FORWARD else cost.recompute_seconds
         num_blocks = max(1, len(run.stage.blocks)) if forward else 1
         joined = partition.joined if kind is StageKind.FUSED else 0
