@@ -165,7 +165,6 @@ class RoundPipePrecision(Precision):
 
     @property
     def _plain(self) -> Precision:
-        """Lightning's plugin for masters of this dtype."""
         match str(self.precision):
             case "64-true":
                 return DoublePrecision()

@@ -164,7 +164,6 @@ class LiveView(CollectsLosses, Listening, ProgressBar):
 
 
 def _usage(used: int, room: int | None) -> tuple[RenderableType, str]:
-    """A bar of memory and its size in words."""
     if not room:
         return "", size_text(used)
     text = f"{size_text(used)} of {size_text(room)}"

@@ -287,7 +287,6 @@ def _key(tensor: Tensor) -> tuple[int, int, torch.dtype]:
 
 
 def _in_memory(memory: Storage, like: Tensor) -> Tensor:
-    """Return a tensor as another one, in other memory."""
     empty = torch.empty(0, dtype=like.dtype)
     return empty.set_(memory, like.storage_offset(), like.shape, like.stride())
 

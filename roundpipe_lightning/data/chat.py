@@ -253,7 +253,6 @@ class ConversationEncoder:
 
 
 def _calls(message: Message) -> list[str]:
-    """Names of the tools that a message calls."""
     calls = message.get("tool_calls") or ()
     return [str(call.get("function", call).get("name")) for call in calls]
 

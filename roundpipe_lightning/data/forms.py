@@ -461,7 +461,6 @@ _VERDICT = {"label", "kto_tag"}
 
 
 def _is_unwanted(fields: Mapping[str, Any]) -> bool:
-    """Whether an answer is marked as one that is not to be learned."""
     return any(str(fields.get(name)).strip().lower() == "false" for name in _VERDICT)
 
 

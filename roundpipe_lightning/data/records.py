@@ -183,7 +183,6 @@ class DatasetRecords:
 
 
 def _hub_records(part: str) -> Iterator[Record]:
-    """Records of a data set that a name says."""
     named = _HUB_NAME.fullmatch(part)
     assert named is not None, "checked by _files"
     options = {} if named["name"] is None else {"name": named["name"]}

@@ -369,7 +369,6 @@ def _shape(tensor: Any) -> str:
 
 
 def _materialize(module: nn.Module) -> None:
-    """Give every tensor memory; tied ones the same."""
     tensors = dict(module.named_parameters(remove_duplicate=False))
     for old, names in _holders({**tensors, **dict(module.named_buffers(remove_duplicate=False))}):
         if old.is_meta:

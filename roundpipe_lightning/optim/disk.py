@@ -187,7 +187,6 @@ def _each(
 
 
 def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Join ranges that touch."""
     merged: list[Range] = []
     for part in sorted(ranges):
         last = merged[-1] if merged else None
@@ -199,7 +198,6 @@ def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def _reserve(number: int, num_bytes: int) -> None:
-    """Take room on the disk for a whole file."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(number, 0, num_bytes)
         return

@@ -106,7 +106,6 @@ class StepKernel:
         return self
 
     def _work(self, parameters: Sequence[FlatParameter]) -> Callable[[Task], None]:
-        """Return the function that steps a task."""
         with_torch = functools.partial(
             step_with_torch,
             moments=self._moments.moments,
@@ -162,7 +161,6 @@ def _reason_not_native() -> str | None:
 
 @functools.cache
 def _warn(problem: str) -> None:
-    """Say in the log, once, that torch steps."""
     log.warning(
         "HostAdamW steps with torch's operations, which takes longer than machine code: %s.",
         problem,
@@ -177,7 +175,6 @@ def _not_possible(problem: str) -> ConfigurationError:
 
 
 def _state_of(task: Task) -> Iterator[Tensor]:
-    """Return the pieces of state that a task uses."""
     for piece in task:
         for vector in piece.parameter.state.values():
             if vector.numel() == piece.parameter.values.numel():

@@ -153,7 +153,6 @@ class Options:
         return fused or hints.recompute == (RecomputePolicy.NONE,)
 
     def _given_hints(self) -> PartitionHints:
-        """Read `hints`."""
         given = self.hints
         if given is None:
             return PartitionHints()

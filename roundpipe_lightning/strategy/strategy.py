@@ -889,7 +889,6 @@ class RoundPipeStrategy(OneProcessStrategy):
 
 
 def _some_logger_reads(trainer: Trainer) -> bool:
-    """Whether a logger does something with a checkpoint when it has been saved."""
     known = (CSVLogger, TensorBoardLogger)
     return any(
         type(logger).after_save_checkpoint is not Logger.after_save_checkpoint

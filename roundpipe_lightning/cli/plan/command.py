@@ -88,7 +88,6 @@ class PlanOutput:
 
     @cached_property
     def _described(self) -> PlanDescription | None:
-        """The plan in words; None where there is none."""
         answer = self.answer
         if answer.planned is None or answer.prediction is None:
             return None

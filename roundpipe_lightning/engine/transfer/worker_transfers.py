@@ -232,7 +232,7 @@ class Transfers:
         self._sums = HostSums(self._pool, on_failure=self._failed)
         self._uses = OutsideUses()
         self._error: tuple[BaseException, str] | None = None
-        self._on_failure: Callable[[], None] = _do_nothing
+        self._on_failure: Callable[[], None] = lambda: None
         self._trimmed_seconds = 0.0
         self.transfers: tuple[WorkerTransfers | None, ...] = tuple(
             None
@@ -352,7 +352,7 @@ class Transfers:
 
     def end(self, *, failed: bool = False, grace_seconds: float = 0.0) -> None:
         """Forget the step; if it was given up, wait so long for copies that are in flight."""
-        self._on_failure = _do_nothing
+        self._on_failure = lambda: None
         for transfers in self._moving:
             if failed:
                 transfers.abort()
@@ -381,7 +381,3 @@ class Transfers:
             transfers.close()
         self._sums.close()
         self._pool.close()
-
-
-def _do_nothing() -> None:
-    pass

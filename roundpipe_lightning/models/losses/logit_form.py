@@ -294,7 +294,6 @@ def _reduced(
 
 
 def _gather(form: LogitForm, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the log-probabilities of one class per token."""
     if not form.log_softmax or kwargs or len(args) != 2:
         return None
     dim, index = args

@@ -391,7 +391,6 @@ def _keeps_rows(op: _Op, with_rows: _Taken, made: Tensor, rows: _Rows) -> bool:
 
 
 def _dims(op: _Op, tensor: Tensor) -> set[int]:
-    """Return the dimensions along which an operation looks."""
     given, dims = op.given, op.given.get("dim", 0)
     if "normalized_shape" in given:
         dims = range(-len(given["normalized_shape"]), 0)

@@ -196,7 +196,6 @@ class _Choice:
         return self._best
 
     def _consider(self, case: Case, partition: Partition) -> float:
-        """Predict a partition, keep it if it is the best, and return its seconds."""
         try:
             found = case.predict(partition)
         except FitError as error:  # no room for the blocks that must stay
@@ -277,7 +276,6 @@ class _Choice:
 
 
 def _describe_misfit(cases: Sequence[Case], request: PlanningRequest) -> str:
-    """Explain why none of the partitions that are wanted is possible."""
     case = cases[0]
     device = f"a device of {case.hardware.name} has {case.hardware.device_bytes / 2**30:.2f} GiB"
     if case.asked:

@@ -367,7 +367,6 @@ class LoaderPosition(Iterator[Any]):
             set_host_state(place["before_fetch"])
 
     def _open_inside(self, state: Mapping[str, Any]) -> None:
-        """Go on in the middle of an epoch."""
         self._num_asked = state["num_batches"]
         sampler = self.sampler
         if sampler is None:

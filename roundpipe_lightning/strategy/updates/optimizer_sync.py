@@ -507,5 +507,4 @@ def _late_clipping(
 
 
 def _values_clip(limit: float) -> Callable[[Tensor], Any]:
-    """Return what clips the values of a gradient in place."""
     return lambda gradient: gradient.clamp_(min=-limit, max=limit)
