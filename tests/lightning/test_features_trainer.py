@@ -214,6 +214,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.suite("barebones", "deterministic", "summary and bar", "advanced profiler")
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")

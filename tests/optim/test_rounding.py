@@ -13,9 +13,6 @@ from torch.optim import Optimizer
 
 from benchmarks import host_optimizer
 from roundpipe_lightning.engine.capture.randomness import mix
-from roundpipe_lightning.engine.device.base import CpuDevice
-from roundpipe_lightning.engine.device.host_memory import PinnedPool
-from roundpipe_lightning.engine.transfer.gradient_downloads import HostSums
 from roundpipe_lightning.optim import kernel
 from roundpipe_lightning.optim.kernel import KernelThreads
 from roundpipe_lightning.optim.rounding import (
@@ -309,12 +306,8 @@ def test_intra_op_threads_of_others_stay() -> None:
     torch.set_num_threads(6)
     inside: list[int] = []
     after: list[int] = []
-    with (
-        closing(KernelThreads(num_threads=2)) as team,
-        closing(HostSums(PinnedPool(CpuDevice(0)), on_failure=lambda error, what: None)) as sums,
-    ):
+    with closing(KernelThreads(num_threads=2)) as team:
         team.process(lambda piece: inside.append(torch.get_num_threads()), [0, 1, 2])
-        sums.add_later(lambda: None)
     later = threading.Thread(target=lambda: after.append(torch.get_num_threads()))
     later.start()
     later.join()
