@@ -303,6 +303,15 @@ class Job:
         _ = self.num_batches
         for name in ("max_steps", "max_epochs"):
             whole(f"trainer.{name}", self.config.trainer.get(name, -1), least=-1)
+        trainer = self.config.trainer
+        whole("trainer.log_every_n_steps", trainer.get("log_every_n_steps") or 0, least=0)
+        if trainer.get("val_check_interval") == 0:
+            raise ConfigurationError(
+                "trainer.val_check_interval=0: give a number above 0, or null."
+            )
+        for name in ("train", "val", "test", "predict"):
+            if isinstance(limit := trainer.get(f"limit_{name}_batches"), str):
+                raise ConfigurationError(f"trainer.limit_{name}_batches={limit}: give a number.")
         count = None if self.strategy is None else self.num_microbatches
         if count is not None and size is not None and count > size:
             if self.options.given_plan is not None:

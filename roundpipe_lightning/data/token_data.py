@@ -75,7 +75,7 @@ class FileOptions:
 
     def __post_init__(self) -> None:
         least = {"seq_len": 2, "batch_size": 1, "pad_to_multiple_of": 1, "num_workers": 0}
-        least["run_records"] = 1
+        least |= {"run_records": 1, "seed": 0}
         for name, minimum in least.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < minimum:

@@ -120,9 +120,10 @@ class HostAdamW(Optimizer):
         """Whether masters of bfloat16 are rounded here; nobody else needs to, then."""
         self._seed = seed
         self._num_known = 0
+        given: Any = betas  # checked with the group
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": tuple(given) if isinstance(given, Sequence) else given,
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,

@@ -213,12 +213,25 @@ def check_options(group: Mapping[str, Any]) -> None:
             "(decoupled_weight_decay=False). Use torch.optim.Adam, or start HostAdamW anew."
         )
     for name in ("lr", "eps", "weight_decay"):
-        value = float(group[name])
-        if not 0.0 <= value < float("inf"):
+        value = _number(group[name])
+        if not (isinstance(value, float) and 0.0 <= value < float("inf")):
             raise ConfigurationError(f"{name}={value!r}: give a number of 0 or more.")
-    betas = tuple(float(beta) for beta in group["betas"])
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+    given = group["betas"]
+    betas: Any = tuple(map(_number, given)) if isinstance(given, Sequence) else given
+    if (
+        not isinstance(betas, tuple)
+        or len(betas) != 2
+        or not all(isinstance(beta, float) and 0.0 <= beta < 1.0 for beta in betas)
+    ):
         raise ConfigurationError(f"betas={betas!r}: give two numbers from 0 to below 1.")
+
+
+def _number(value: Any) -> Any:
+    """The value as a number, where it is one."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
 
 
 def step_with_torch(

@@ -74,11 +74,13 @@ class Options:
             raise ConfigurationError(
                 f"num_microbatches={count!r}: give a whole number of 1 or more, or 'auto'."
             )
-        if isinstance(self.workers_per_device, bool) or self.workers_per_device < 1:
+        workers: object = self.workers_per_device
+        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
             raise ConfigurationError(
                 f"workers_per_device={self.workers_per_device!r}: give a whole number of 1 or more."
             )
-        if not self.timeout_seconds > 0:
+        seconds: object = self.timeout_seconds
+        if not (isinstance(seconds, (int, float)) and seconds > 0):
             raise ConfigurationError(
                 f"timeout_seconds={self.timeout_seconds!r}: give the seconds without progress "
                 "after which a step is given up, more than 0."

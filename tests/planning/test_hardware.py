@@ -91,7 +91,7 @@ def test_a_geforce_doubles_its_rate_with_float16_sums() -> None:
 
 def test_a_file_of_ones_own_may_name_a_device(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
-    mine.write_text("defaults: [rtx4090]\ndevices: 3\nefficiency: {host: 0.3}\nhost_bytes: 24e9\n")
+    mine.write_text("defaults: rtx4090\ndevices: 3\nefficiency: {host: 0.3}\nhost_bytes: 24e9\n")
     spec = load_hardware("rtx4090x3")
     assert load_hardware(mine) == replace(
         spec,
@@ -151,10 +151,12 @@ def test_missing_figures_are_named() -> None:
         hardware_from_mapping(some)
 
 
-@pytest.mark.parametrize("text", ["- 1\n", "a: [\n", "num_devices: 1\n"])
-def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "content", [b"- 1\n", b"a: [\n", b"num_devices: 1\n", b"\xff\xfe{", b"defaults: [bad]\n"]
+)
+def test_a_bad_file_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.yaml"
-    path.write_text(text)
+    path.write_bytes(content)
     with pytest.raises(HardwareError, match=r"bad\.yaml"):
         load_hardware(path)
     with pytest.raises(HardwareError, match=r"absent\.yaml cannot be read"):

@@ -351,9 +351,12 @@ def hardware_from_mapping(
     return spec
 
 
-def _with_defaults(figures: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+def _with_defaults(
+    figures: Mapping[str, Any], folder: Path | None, *, within: tuple[Path, ...] = ()
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for entry in figures.get("defaults", ()):
+    names = figures.get("defaults", ())
+    for entry in [names] if isinstance(names, str) else names:
         if entry == "_self_":
             continue
         path = (folder or _folder()) / f"{entry}.yaml"
@@ -364,7 +367,9 @@ def _with_defaults(figures: Mapping[str, Any], folder: Path | None) -> dict[str,
                 f"defaults has {entry!r}, which is no file of conf/hardware: name a device, such "
                 "as rtx4090, and set devices to their number."
             )
-        found |= _with_defaults(_read(path), path.parent)
+        if path in within:
+            raise HardwareError(f"{path} takes its defaults from itself: give it another name.")
+        found |= _with_defaults(_read(path), path.parent, within=(*within, path))
     return found | {str(key): value for key, value in figures.items() if key != "defaults"}
 
 
@@ -459,10 +464,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=100)
 def _parsed(path: Path, _changed: int) -> dict[str, Any]:
-    text = path.read_text(encoding="utf-8")
     try:
-        content = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise HardwareError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     return _mapping(str(path), content)
 

@@ -151,6 +151,11 @@ class PartitionHints:
         """
         _check_keys("hints", given, _HINTS)
         limits = given.get("limits") or {}
+        if not isinstance(limits, Mapping):
+            raise ConfigurationError(
+                f"partition.limits={limits!r}: give the most blocks of a stage by its kind, such "
+                "as partition.limits.backward=1."
+            )
         _check_keys("hints['limits']", limits, ("forward", "fused", "backward"))
         values = {name: value for name, value in given.items() if name != "limits"}
         values |= {f"most_{name}": value for name, value in limits.items()}
