@@ -343,6 +343,14 @@ def test_three_values_give_the_coefficients(fixed: int, per_token: int, per_squa
         assert fitted.of(shape(*size)) == pytest.approx(amount.of(shape(*size)), rel=1e-6)
 
 
+def test_amounts_add_up() -> None:
+    both = Amount(fixed=1, per_token=2) + Amount(per_token=3, per_square=4)
+    assert both == Amount(fixed=1, per_token=5, per_square=4)
+    work = Work(matrix_operations=both) + Work(matrix_operations=both, memory_bytes=both)
+    assert work.matrix_operations.of(shape(1, 2)) == 2 * (1 + 10 + 16)
+    assert work.memory_bytes == both
+
+
 def test_a_peak_is_the_largest_amount() -> None:
     peak = Peak(amounts=(Amount(fixed=100), Amount(per_token=3)))
     assert (peak.of(shape(1, 10)), peak.of(shape(1, 100))) == (100, 300)
