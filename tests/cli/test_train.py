@@ -80,13 +80,15 @@ class NamedRuns(Logger):
     name = "named"
     version = ""
     begun: ClassVar[list[str]] = []
+    names: ClassVar[set[str]] = set()
 
     def __init__(self, id: str | None = None) -> None:  # noqa: A002
         super().__init__()
         self.version = id or f"run{len(self.begun)}"
         self.begun.append(self.version)
 
-    def log_metrics(self, *_: object, **__: object) -> None: ...
+    def log_metrics(self, metrics: dict[str, float], *_: object, **__: object) -> None:
+        self.names.update(metrics)
 
     def log_hyperparams(self, *_: object, **__: object) -> None:
         self.begun.append("settings")
@@ -99,6 +101,10 @@ def test_loggers_go_on_in_the_run_of_the_checkpoint(tmp_path: Path) -> None:
     for folder, overrides in ("first", ()), ("first", (resumed, "train=false")), ("more", more):
         train_small(tmp_path / folder, target, "+logger.named.id=null", *overrides)
     assert NamedRuns.begun == ["run0", "settings", "run2", "settings", "run0"]
+    columns = (tmp_path / "more" / "metrics.csv").read_text().partition("\n")[0].split(",")
+    assert {"train_loss", "val_loss"} <= NamedRuns.names & set(columns), "several at once"
+    several = compose_small(tmp_path, "logger=[tensorboard,csv,wandb,mlflow]").logger
+    assert list(several) == ["tensorboard", "csv", "wandb", "mlflow"]
 
 
 def test_evaluates_a_checkpoint_without_training(
