@@ -309,23 +309,17 @@ class Copy:
     event: EmulatedEvent
 
 
+@dataclass(kw_only=True, eq=False)
 class LinkQueue:
     """One direction of a device's link: makes its copies in order."""
 
-    def __init__(
-        self,
-        *,
-        bytes_per_second: float,
-        copy_seconds: float,
-        memory: HostMemory,
-        clock: ServerClock,
-        delay: Callable[[], float],
-    ) -> None:
-        self._bytes_per_second = bytes_per_second
-        self._copy_seconds = copy_seconds
-        self._memory = memory
-        self._clock = clock
-        self._delay = delay
+    bytes_per_second: float
+    copy_seconds: float
+    memory: HostMemory
+    clock: ServerClock
+    delay: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._mutex = threading.Lock()
         self._copies: deque[Copy] = deque()
         self._is_busy = False
@@ -337,7 +331,7 @@ class LinkQueue:
             if self._is_busy:
                 return
             self._is_busy = True
-        self._clock.call_at(copy.issued_seconds, self._take_next)
+        self.clock.call_at(copy.issued_seconds, self._take_next)
 
     # ------------------------------------------------------------------------ in the clock's thread
 
@@ -363,9 +357,9 @@ class LinkQueue:
         except BaseException as error:  # noqa: BLE001 - raised where the copy is waited for
             self._finish(copy, time.perf_counter(), error)
             return
-        start += self._copy_seconds + self._delay()
+        start += self.copy_seconds + self.delay()
         if start > time.perf_counter():
-            self._clock.call_at(start, lambda: self._begin(copy, start))
+            self.clock.call_at(start, lambda: self._begin(copy, start))
         else:
             self._begin(copy, start)
 
@@ -377,14 +371,14 @@ class LinkQueue:
             event.when_done(lambda: self._call_soon(partial(call, time.perf_counter())))
 
     def _call_soon(self, call: Callable[[], None]) -> None:
-        self._clock.call_at(0.0, call)
+        self.clock.call_at(0.0, call)
 
     def _begin(self, copy: Copy, start: float) -> None:
-        seconds = self._memory.begin(copy.num_bytes, bytes_per_second=self._bytes_per_second)
-        self._clock.call_at(start + seconds, lambda: self._arrived(copy, start + seconds))
+        seconds = self.memory.begin(copy.num_bytes, bytes_per_second=self.bytes_per_second)
+        self.clock.call_at(start + seconds, lambda: self._arrived(copy, start + seconds))
 
     def _arrived(self, copy: Copy, end: float) -> None:
-        self._memory.end()
+        self.memory.end()
         error: BaseException | None = None
         try:
             copy.copy()

@@ -160,14 +160,7 @@ class Microbatch:
 
     @property
     def must_be_waited_for(self) -> bool:
-        return self.has_written or bool(self.num_streamed)
-
-    @property
-    def has_written(self) -> bool:
-        return self.user.writes.were_any
-
-    def write_attributes(self) -> str:
-        return self.user.writes.tell()
+        return self.user.writes.were_any or bool(self.num_streamed)
 
     def execute(self) -> None:
         """Run the user's step and all stages. Called in the microbatch's thread."""

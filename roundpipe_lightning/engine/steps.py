@@ -194,7 +194,7 @@ class Step:
 
     def end(self, traffic: Callable[[Turns], tuple[WorkerTraffic, ...]] | None) -> None:
         """End it, when nothing of it runs any more; without `traffic` it was given up."""
-        changed = [one.write_attributes() for one in self.microbatches]
+        changed = [one.user.writes.tell() for one in self.microbatches]
         self.was_given_up = traffic is None
         if traffic is None:
             return
@@ -218,7 +218,7 @@ class Step:
             num_calls=sum(len(one.links) for one in self.microbatches),
             num_streamed=sum(one.num_streamed for one in self.microbatches),
             traffic=moved,
-            wrote=any(one.has_written for one in self.microbatches),
+            wrote=any(one.user.writes.were_any for one in self.microbatches),
             changed=next(filter(None, changed), ""),
         )
         self.on_success(self, self._result)

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -46,6 +47,7 @@ would fit a core's own cache, but with torch's operations every task passes Pyth
 times: 64Ki take half as long again, 512Ki as long."""
 
 
+@dataclass(kw_only=True, eq=False)
 class StepKernel:
     """Steps parameters with AdamW; arguments as of `HostAdamW`. Copies of this object are itself.
 
@@ -53,32 +55,24 @@ class StepKernel:
         ConfigurationError: Machine code is wanted, and cannot be made here.
     """
 
-    def __init__(
-        self,
-        *,
-        moments: MomentFormat,
-        stochastic_rounding: bool,
-        num_threads: int | None,
-        choice: str = "auto",
-        piece_elements: int = PIECE_ELEMENTS,
-        files: StateFiles | None = None,
-    ) -> None:
-        self.files = files  # where the state is, if it is on disk
+    moments: MomentFormat
+    stochastic_rounding: bool
+    num_threads: int | None
+    choice: str = "auto"
+    piece_elements: int = PIECE_ELEMENTS
+    files: StateFiles | None = None  # where the state is, if it is on disk
+
+    def __post_init__(self) -> None:
         # where the new values of parameters are also written, flat. A parameter is known by its
         # memory, because a step in parts sees aliases of it.
         self.copies: dict[tuple[int, int], Tensor] = {}
-        self._moments = moments
-        self._stochastic = stochastic_rounding
-        self._piece_elements = piece_elements
-        self._choice = choice
-        if choice == "native" and (problem := _reason_not_native()) is not None:
+        if self.choice == "native" and (problem := _reason_not_native()) is not None:
             raise _not_possible(problem)
-        self._num_threads = num_threads
 
     @property
     def is_native(self) -> bool:
         """Whether machine code steps what it can."""
-        return self._choice != "torch" and _reason_not_native() is None
+        return self.choice != "torch" and _reason_not_native() is None
 
     def step(self, parameters: Sequence[FlatParameter]) -> None:
         """Step all parameters and wait.
@@ -88,7 +82,7 @@ class StepKernel:
             OffloadError: State could not be written; it is in memory.
         """
         work = self._work(parameters)
-        tasks = list(cut_into_tasks(parameters, size=self._piece_elements))
+        tasks = list(cut_into_tasks(parameters, size=self.piece_elements))
         for window in [tasks] if self.files is None else self.files.in_windows(tasks, _state_of):
             self._threads.process(work, window)
 
@@ -100,7 +94,7 @@ class StepKernel:
 
     @functools.cached_property
     def _threads(self) -> KernelThreads:
-        return KernelThreads(num_threads=self._num_threads)
+        return KernelThreads(num_threads=self.num_threads)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepKernel:
         return self
@@ -108,8 +102,8 @@ class StepKernel:
     def _work(self, parameters: Sequence[FlatParameter]) -> Callable[[Task], None]:
         with_torch = functools.partial(
             step_with_torch,
-            moments=self._moments.moments,
-            stochastic_rounding=self._stochastic,
+            moments=self.moments.moments,
+            stochastic_rounding=self.stochastic_rounding,
         )
         if not self.is_native:
             return with_torch
@@ -134,10 +128,10 @@ class StepKernel:
 
         try:
             return native.prepare(
-                parameter, moments=self._moments, stochastic_rounding=self._stochastic
+                parameter, moments=self.moments, stochastic_rounding=self.stochastic_rounding
             )
         except native.UnusableCodeError as error:
-            if self._choice == "native":
+            if self.choice == "native":
                 raise _not_possible(str(error)) from error
             _warn(str(error))
             return None

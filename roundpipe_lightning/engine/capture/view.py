@@ -30,6 +30,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -486,29 +487,19 @@ def class_like(base: type, bases: tuple[type, ...]) -> type:
     return types.new_class(base.__name__, bases, {}, fill)
 
 
+@dataclass(kw_only=True, eq=False)
 class ViewMaker:
-    """Makes the views of one tree, each when it is first asked for.
+    """Makes the views of one tree, each when it is first asked for."""
 
-    Args:
-        write: Called when an attribute was written on a view: with the original, the name and the
-            value, or DELETED.
-        is_fixed: Whether what stands for a parameter stays the same.
-    """
+    parameter: Callable[[nn.Parameter], Any]
+    buffer: Callable[[Any], Any]
+    classes: ViewClasses
+    # called when an attribute was written on a view: with the original, the name and the value, or
+    # DELETED
+    write: Callable[[nn.Module, str, Any], None] = write_through
+    is_fixed: bool = False  # whether what stands for a parameter stays the same
 
-    def __init__(
-        self,
-        *,
-        parameter: Callable[[nn.Parameter], Any],
-        buffer: Callable[[Any], Any],
-        classes: ViewClasses,
-        write: Callable[[nn.Module, str, Any], None] = write_through,
-        is_fixed: bool = False,
-    ) -> None:
-        self._is_fixed = is_fixed
-        self._write = write
-        self._parameter = parameter
-        self._buffer = buffer
-        self._classes = classes
+    def __post_init__(self) -> None:
         self._stand_ins: dict[int, tuple[nn.Module, nn.Module]] = {}
         self._to_stand_in: dict[int, Callable[[], nn.Module]] = {}
         self.made: dict[nn.Module, nn.Module] = {}
@@ -531,10 +522,10 @@ class ViewMaker:
             self._stand_ins[key] = (module, self._to_stand_in.pop(key)())
         if key in self._stand_ins:
             return self._stand_ins[key][1]
-        if key in self._classes.apart:
+        if key in self.classes.apart:
             return module
         if module not in self.made:
-            view: Any = object.__new__(self._classes.class_for(type(module), *extra))
+            view: Any = object.__new__(self.classes.class_for(type(module), *extra))
             self.made[module] = view
             self.fill(view, module)
         return self.made[module]
@@ -575,8 +566,8 @@ class ViewMaker:
         self.made.clear()
         self._stand_ins.clear()
         self._to_stand_in.clear()
-        self._classes.hand_on()
-        del self._parameter, self._buffer, self._write
+        self.classes.hand_on()
+        del self.parameter, self.buffer, self.write
 
     def fill(self, view: Any, module: nn.Module) -> None:
         """Give an empty object what makes it a view: tables and shared attributes."""
@@ -588,8 +579,8 @@ class ViewMaker:
                 own[name] = _rebound(value, module, view)
         own |= {
             "_view_of": module,
-            "_write": self._write,
-            "_classes": self._classes,
+            "_write": self.write,
+            "_classes": self.classes,
             "_maker": self,
             "_gone": set(),
             "_class_swapped": False,
@@ -597,12 +588,12 @@ class ViewMaker:
         }
         if is_compiled_wrapper(module):  # so would what torch.compile(module) returns
             own["forward"] = uncompiled(view)
-        own["_buffers"] = LazyTable(state["_buffers"], self._buffer)
-        if self._is_fixed:
-            own["_parameters"] = _placed(state["_parameters"], self._parameter)
+        own["_buffers"] = LazyTable(state["_buffers"], self.buffer)
+        if self.is_fixed:
+            own["_parameters"] = _placed(state["_parameters"], self.parameter)
             own["_modules"] = _placed(state["_modules"], self.view_of)
         else:
-            own["_parameters"] = LazyTable(state["_parameters"], self._parameter)
+            own["_parameters"] = LazyTable(state["_parameters"], self.parameter)
             own["_modules"] = LazyTable(state["_modules"], self.view_of)
         object.__setattr__(view, "__dict__", Attributes(own))
 

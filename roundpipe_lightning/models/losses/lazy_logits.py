@@ -15,6 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -41,30 +42,26 @@ def are_large(num_tokens: int, vocabulary: int) -> bool:
     return num_tokens * vocabulary * torch.float32.itemsize > LARGE_LOGITS_BYTES
 
 
+@dataclass(eq=False)
 class LogitSource:
     """The computation of logits, and the properties known before it runs."""
 
-    def __init__(
-        self,
-        form: LogitForm,
-        function: Callable[..., Tensor],
-        inputs: tuple[Tensor | None, ...],
-        *,
-        fusion: LossFusion,
-    ) -> None:
-        self.form = form
-        self.function = function
-        self.inputs = inputs
-        self.fusion = fusion
+    form: LogitForm
+    function: Callable[..., Tensor]
+    inputs: tuple[Tensor | None, ...]
+    _: KW_ONLY
+    fusion: LossFusion
+
+    def __post_init__(self) -> None:
         self._logits: Tensor | None = None
-        self._autocast = Autocast.now(form.hidden.device.type)
+        self._autocast = Autocast.now(self.form.hidden.device.type)
         self._records_gradients = torch.is_grad_enabled()
         self._is_inference = torch.is_inference_mode_enabled()
-        parent = inputs[0]
+        parent = self.inputs[0]
         if isinstance(parent, LazyLogits):
             self.versions: list[tuple[Tensor, int]] = parent.source.versions
         else:
-            tensors = (x for x in inputs if x is not None and not x.is_inference())
+            tensors = (x for x in self.inputs if x is not None and not x.is_inference())
             self.versions = [(tensor, tensor._version) for tensor in tensors]
 
     @property
