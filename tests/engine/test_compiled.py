@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from roundpipe_lightning.engine.capture.compiled import BlockCompiler, kind_of
+from roundpipe_lightning.engine.capture.compiled import BlockCompiler, kind_of, plain_copy
 from roundpipe_lightning.engine.capture.randomness import RandomStream, StepDraws
 from roundpipe_lightning.errors import ConfigurationError
 from tests.kit.architectures import CausalLM, decoder_stack, tiny_causal_lm, token_batches
@@ -263,3 +263,15 @@ def test_compiling_for_emulated_devices_is_refused() -> None:
     devices, compiler = emulated_workers(1), BlockCompiler()
     with pytest.raises(ConfigurationError, match=r"compile=True.*emulated:0.*Leave it out"):
         engine_for(Penalised(), devices=devices, compiler=compiler)
+
+
+def test_a_copy_has_the_classes_and_attributes_of_the_original() -> None:
+    block = Block(7)
+    shared = nn.Sequential(block, block)
+    leaves = Placed()
+    copy = plain_copy(shared, parameter=leaves.leaf_of, buffer=leaves.buffer_of)
+    assert copy[0] is copy[1]  # type: ignore[index]
+    assert copy[0] is not block  # type: ignore[index]
+    assert copy[0].number == 7  # type: ignore[index]
+    assert kind_of(copy) == kind_of(shared)
+    assert set(leaves.leaves) == set(block.parameters())
