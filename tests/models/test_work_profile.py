@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from peft import PeftType
+from peft import LoraConfig, PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -174,6 +174,20 @@ def test_tied_parameters_are_counted_once() -> None:
     assert work.head.num_parameters >= 64 * 512
     assert work.tail.num_parameters == 64 * 512 + 64
     assert work.num_trainable == sum(p.numel() for p in model.parameters())
+
+
+def test_wide_adapters_leave_boundaries_of_a_narrow_base_narrow() -> None:
+    def boundary(model: nn.Module) -> float:
+        stack = find_stacks(model, None)[0]
+        work = work_profile(model, stack, seq_len=128, compute_dtype=torch.bfloat16, settings={})
+        return work.blocks[0].boundary_bytes.of(SHAPE)
+
+    adapters = Adapters(config=LoraConfig(r=2, target_modules="all-linear"))
+    assert boundary(build("qwen3").float()) == TOKENS * 64 * 4
+    narrow: Any = build("qwen3")
+    adapters.apply(narrow)
+    assert {p.dtype for p in narrow.parameters() if p.requires_grad} == {torch.float32}
+    assert boundary(narrow) == TOKENS * 64 * 2
 
 
 def test_memory_in_use_is_seen() -> None:

@@ -297,10 +297,16 @@ def _segment_work(
 def _with_boundaries_of(
     work: WorkProfile, module: nn.Module, compute_dtype: torch.dtype | None
 ) -> WorkProfile:
-    """Give boundaries the parameters' width: autocast leaves what flows between blocks wide."""
+    """Give boundaries the parameters' width: autocast leaves what flows between blocks wide.
+
+    It makes narrow what linear layers give: adapters on a narrow base widen nothing.
+    """
     if compute_dtype is None:
         return work
-    widest = max((p.itemsize for p in module.parameters() if p.is_floating_point()), default=0)
+    others = [child for child in module.modules() if not isinstance(child, nn.Linear)]
+    parameters = [p for child in others for p in child.parameters(recurse=False)]
+    parameters = parameters or list(module.parameters())
+    widest = max((p.itemsize for p in parameters if p.is_floating_point()), default=0)
     factor = max(1.0, widest / compute_dtype.itemsize)
     blocks = (replace(each, boundary_bytes=each.boundary_bytes * factor) for each in work.blocks)
     return replace(work, blocks=tuple(blocks))
