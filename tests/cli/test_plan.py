@@ -511,6 +511,15 @@ def test_the_plan_is_one_that_trains(ask: Ask, mode: str) -> None:
     assert Plan.load(folder / "plan.json") == Plan.load(plan)
 
 
+def test_a_plan_for_devices_trains_on_processors_where_no_block_has_to_stay(ask: Ask) -> None:
+    size = [override for override in SMALL if override.startswith(("model.", "data.seq", "data.b"))]
+    ask.json(*size, "hardware=rtx4090x4", "partition.num_microbatches=4")
+    plan = ask.folder / "plan.json"
+    assert any(Plan.load(plan).resident)
+    saved = ("partition=saved", f"partition.plan={plan}", "trainer.max_steps=1")
+    assert train_small(ask.folder / "trained", *saved)["num_steps"] == 1
+
+
 @pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft")
 def test_adapters_that_peft_cannot_make_without_weights_are_refused(tmp_path: Path) -> None:
     config = configure(tmp_path, *GPU)

@@ -151,10 +151,11 @@ class Footprint:
         """Return the memory of a device at the stage that needs the most."""
         by_kind, table = self.stage_bytes(layout), PartitionTable.of([layout.partition])
         rooms = self.room(table, config=layout)[0]
+        stay = () if self.hardware.shares_host_memory else layout.resident  # all is there
         worst: MemoryNeed | None = None
         for team, members in enumerate(layout.teams(self.hardware.num_devices)):
             places = sorted(set(self.team_stages(layout, team=team)))
-            held = dict.fromkeys(layout.resident[w] for w in members) if layout.resident else [()]
+            held = dict.fromkeys(stay[w] for w in members) if stay else [()]
             for blocks in held if places else ():
                 sizes = {kind: values.copy() for kind, values in by_kind.items()}
                 sizes[MemoryKind.RESIDENT] = np.zeros(len(rooms))
