@@ -189,8 +189,6 @@ class RoundPipePrecision(Precision):
         with self.tensor_init_context(), self.thread_context():
             yield
 
-    # Loss scaling -------------------------------------------------------------------------------
-
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         if self.scaler is not None:
             tensor = self.scaler.scale(tensor)
@@ -245,8 +243,6 @@ class RoundPipePrecision(Precision):
             or not takes(clip, optimizer, clip_val, gradient_clip_algorithm)
         ):
             clip()
-
-    # Stochastic rounding -------------------------------------------------------------------------
 
     def connect(
         self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]

@@ -122,9 +122,6 @@ def check_optimizer_options(optimizers: Iterable[Optimizer]) -> None:
                 )
 
 
-# The frozen base ---------------------------------------------------------------------------------
-
-
 def split_frozen(module: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Part a state dict of a module into what is kept and the names of what is frozen."""
     named = module.named_parameters(remove_duplicate=False)

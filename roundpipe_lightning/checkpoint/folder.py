@@ -70,9 +70,6 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
 
 
-# Writing -----------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Group:
     """What lies in the same memory, and is written together."""
@@ -313,9 +310,6 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
             yield ((at, *offsets), (1, *sizes))
         if number == 0 and first < last:
             yield ((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
-
-
-# Reading -----------------------------------------------------------------------------------------
 
 
 def is_checkpoint_folder(path: Path) -> bool:

@@ -287,9 +287,6 @@ def _read_late(folder: Folder, storage: Storage) -> Iterator[Storage]:
         storage.resize_(0)
 
 
-# Writing -----------------------------------------------------------------------------------------
-
-
 def _write(path: Path, content: Part | Sequence[Record], *, take: TakeStorage) -> None:
     """Write a folder or a file; CheckpointError: it could not be written."""
     try:
@@ -305,9 +302,6 @@ def _write(path: Path, content: Part | Sequence[Record], *, take: TakeStorage) -
             "What was there before is untouched. Free some space or choose another folder "
             "(ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...))."
         ) from error
-
-
-# Reading -----------------------------------------------------------------------------------------
 
 
 def read_checkpoint(

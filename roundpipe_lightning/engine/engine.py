@@ -381,8 +381,6 @@ def _members(
     return [driver, *(Piece(context, driver=driver, index=i) for i in range(1, num_pieces))]
 
 
-# What is made once per plan -----------------------------------------------------------------------
-
 _PLANS_REMEMBERED = 64
 
 

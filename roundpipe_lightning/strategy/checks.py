@@ -229,9 +229,6 @@ class WorkersOnCuda(CUDAAccelerator):
         }
 
 
-# `pytorch_lightning` ------------------------------------------------------------------------------
-
-
 def replace_pytorch_lightning() -> None:
     """Let `import pytorch_lightning` mean `lightning.pytorch`, for libraries that import it.
 

@@ -162,8 +162,6 @@ class OneProcessStrategy(ParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
         self._checkpoint_io = io
 
-    # The environment ------------------------------------------------------------------------------
-
     def _configure_launcher(self) -> None:
         """Check the Trainer's flags: this is the last the Trainer does with a strategy it makes."""
         checks.check_trainer_flags(self)

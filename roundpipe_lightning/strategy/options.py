@@ -180,9 +180,6 @@ class Options:
         return plan
 
 
-# The dtypes of uploads and gradients ------------------------------------------------------------
-
-
 def upload_dtype_of(options: Options, precision: RoundPipePrecision) -> torch.dtype | None:
     """The dtype of uploaded copies, None: masters; ConfigurationError if precision has another."""
     if options.upload_dtype is None:

@@ -195,9 +195,6 @@ class InFlightBatch:
         )
 
 
-# Precomputed gradients ---------------------------------------------------------------------------
-
-
 def loss_with_gradients(
     loss: Tensor,
     *,
@@ -265,9 +262,6 @@ class _PrecomputedGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, arriving: Tensor) -> Any:
         return (None, None, None, *ctx.take(arriving))
-
-
-# What comes out ----------------------------------------------------------------------------------
 
 
 def loss_of_batch(losses: Sequence[Tensor | None], shares: Sequence[float]) -> Tensor | None:

@@ -215,8 +215,6 @@ class Exchange:
         given = [mine, *[mine[:0]] * (self.hosts.num - 1)]
         return self._gradients.call(self.hosts.gradients.swap, given, sizes)
 
-    # Steps ---------------------------------------------------------------------------------------
-
     def agree(self, value: Any) -> Sequence[Any]:
         """Return every host's object, by rank; not while gradients travel."""
         return self._gradients.call(self.hosts.gradients.objects, value)

@@ -329,8 +329,6 @@ class HostsUpdate:
                     for key, value in state.items()
                 }
 
-    # In a checkpoint -----------------------------------------------------------------------------
-
     def late_values(self, units: Sequence[Sequence[Tensor]]) -> list[LatePart]:
         """Return the parameters that are here in part, as parts that come late: one per memory."""
         found: dict[int, list[Tensor]] = {}

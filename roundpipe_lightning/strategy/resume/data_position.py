@@ -285,8 +285,6 @@ class LoaderPosition(Iterator[Any]):
         is_known = len(self._history) >= num_fetched
         return host_state(self._history[-num_fetched]) if is_known else None
 
-    # In a checkpoint -----------------------------------------------------------------------------
-
     def state(self, *, num_ahead: int, is_over: bool) -> dict[str, Any]:
         """Return the state for `resume`, as tensors, numbers and tuples.
 
@@ -333,8 +331,6 @@ class LoaderPosition(Iterator[Any]):
         self.randomness.restore_samplers(state["samplers"])
         # Without this entry it is the beginning of an epoch like any other.
         self._place = {**state, "epoch": epoch} if "constructed" in state else None
-
-    # At a place ----------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Make the loader's own iterator, at the place to go on from if there is one."""

@@ -136,8 +136,6 @@ def _finish_epoch(trainer: Trainer) -> None:
     progress.completed = completed
 
 
-# The end of the training ------------------------------------------------------------------------
-
 _BEFORE_THE_END = (
     LoopPosition.BATCH_END,
     LoopPosition.VALIDATION,

@@ -55,8 +55,6 @@ def set_random_state(state: State) -> None:
         generator.set_state(saved.cpu())
 
 
-# Of a loader -----------------------------------------------------------------------------------
-
 _PARTS = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
 
 

@@ -112,8 +112,6 @@ class ResumePoint:
             self._at_validation = None
         self._before_validation = host_state()
 
-    # In a checkpoint -----------------------------------------------------------------------------
-
     def state(self, trainer: Trainer) -> dict[str, Any]:
         place = position_in_loops(trainer)
         combined = compat.combined_loader(trainer)

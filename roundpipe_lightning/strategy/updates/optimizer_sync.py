@@ -124,8 +124,6 @@ class OptimizerSync:
                 "docs/updates.md."
             )
 
-    # Steps ---------------------------------------------------------------------------------------
-
     def step(
         self,
         optimizer: Optimizer,
@@ -323,8 +321,6 @@ class OptimizerSync:
         finally:
             self._is_submitting = False
 
-    # Waiting -------------------------------------------------------------------------------------
-
     def _before_access(self, what: Access, frame: FrameType, parameter: Tensor | None) -> None:
         """Wait for the step that others may see half made."""
         if what is Access.ADDRESS and not self._has_hosts:
@@ -391,9 +387,6 @@ class OptimizerSync:
         self._precision.takes_clipping = None
         if self._overlaps:
             self._watch.close()
-
-
-# What a step is checked for ----------------------------------------------------------------------
 
 
 class TrainedParameters:
@@ -476,9 +469,6 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 _SMALL = 1e-6  # what torch adds to the norm
-
-
-# Clipping ----------------------------------------------------------------------------------------
 
 
 def _late_clipping(

@@ -313,8 +313,6 @@ def describe_code(frame: FrameType) -> str:
     return f"{name}{found.f_code.co_name} ({place})"
 
 
-# Hooks -------------------------------------------------------------------------------------------
-
 _HOOKS = (
     "on_before_zero_grad",
     "optimizer_zero_grad",
