@@ -376,14 +376,8 @@ def test_averages_are_part_of_a_checkpoint(tmp_path: Path) -> None:
     assert [average["num_steps"] for average in state["averages"]] == [6]
     assert state["rounds"][0][0] == 4
 
-    for num_blocks, known in ((4, 6), (5, 0)):
-        strategy = RoundPipeStrategy()
-        trainer = make_trainer(strategy=strategy, max_steps=8, **flags)
-        if num_blocks == 5:  # another model: what was measured says nothing
-            state["averages"][0]["fingerprint"] = "another"
-            checkpoint = torch.load(path, weights_only=True)
-            checkpoint["roundpipe"]["planning"] = state
-            torch.save(checkpoint, path)
-        trainer.fit(Regressor(), regression_data(), ckpt_path=path)
-        (found,) = strategy._seen._planner._planned  # type: ignore[union-attr]
-        assert found.measured.num_steps == known + 2
+    strategy = RoundPipeStrategy()
+    trainer = make_trainer(strategy=strategy, max_steps=8, **flags)
+    trainer.fit(Regressor(), regression_data(), ckpt_path=path)
+    (found,) = strategy._seen._planner._planned  # type: ignore[union-attr]
+    assert found.measured.num_steps == 6 + 2
