@@ -242,25 +242,6 @@ def test_sweeps_with_the_basic_launcher(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_hub_that_cannot_be_reached_is_one_clear_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    done = run_here(
-        tmp_path,
-        "model=qwen3_0_6b",
-        "model.hub_name=nobody/no-such-model",
-        "model.weights=pretrained",
-        "hydra.run.dir=run",
-        status=2,
-    )
-    assert "Error: 'nobody/no-such-model' cannot be loaded" in done.stderr
-    for remedy in ("local folder", "model.weights=random", "HF_HOME"):
-        assert remedy in done.stderr
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.soak  # below, signals reach a run in this process
 def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     process = subprocess.Popen(
