@@ -36,6 +36,7 @@ from roundpipe_lightning.planning.search.partition import QUICK
 from roundpipe_lightning.planning.search.remedies import (
     Price,
     Remedy,
+    may_fit_elsewhere,
     other_machines,
     upload_cost,
     verified,
@@ -392,13 +393,9 @@ def _more_hosts(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
 
 
 def _larger_machines(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
-    first = job.first_job
-    machines = list(other_machines(first))
-    others = (replace(first, hardware=spec) for _, spec in machines)
-    if not fits_memory(first) and not any(map(fits_memory, others)):
+    if not may_fit_elsewhere(job.first_job):
         return
-    training = seen(job)
-    for price, spec in machines if training is first else other_machines(training):
+    for price, spec in other_machines(seen(job)):
         if price is Price.HOST_MEMORY:
             keys = {"hardware.host_memory": f"{-(-spec.host_bytes // _GIB)}GiB"}
             yield price, _overrides(keys), keys, "the same results, on a host with more memory"

@@ -27,6 +27,7 @@ from roundpipe_lightning.planning.search.request import PartitionHints
 
 _GIB = 2**30
 _MEMORY_STEP = 16 * _GIB
+_PLENTY_BYTES = 2**60
 
 T = TypeVar("T")
 
@@ -84,12 +85,27 @@ def upload_cost(*, rounded: bool) -> str:
 
 def other_machines(job: TrainingJob) -> Iterator[tuple[Price, HardwareSpec]]:
     """Yield this machine with more host memory, and a named one with larger devices that do."""
-    machine = job.hardware
     missing = fit_training(replace(job, effort=QUICK)).memory.host.missing_bytes
     if missing:
-        size = math.ceil((machine.host_bytes + missing) / _MEMORY_STEP) * _MEMORY_STEP
-        device = size if machine.shares_host_memory else machine.device_bytes
-        yield Price.HOST_MEMORY, replace(machine, host_bytes=size, device_bytes=device)
+        size = math.ceil((job.hardware.host_bytes + missing) / _MEMORY_STEP) * _MEMORY_STEP
+        yield Price.HOST_MEMORY, _with_host_bytes(job.hardware, size)
+    yield from ((Price.MACHINE, spec) for spec in _larger_devices(job))
+
+
+def may_fit_elsewhere(job: TrainingJob) -> bool:
+    """Whether `other_machines` may have one, without a plan: more host memory, larger devices."""
+    plenty = replace(job, hardware=_with_host_bytes(job.hardware, _PLENTY_BYTES))
+    return fits_memory(plenty) or any(True for _ in _larger_devices(job))
+
+
+def _with_host_bytes(machine: HardwareSpec, size: int) -> HardwareSpec:
+    device = size if machine.shares_host_memory else machine.device_bytes
+    return replace(machine, host_bytes=size, device_bytes=device)
+
+
+def _larger_devices(job: TrainingJob) -> Iterator[HardwareSpec]:
+    """Yield a named machine that fits, if there is one."""
+    machine = job.hardware
     if machine.shares_host_memory:
         return
     named = (
@@ -100,7 +116,7 @@ def other_machines(job: TrainingJob) -> Iterator[tuple[Price, HardwareSpec]]:
     if fits_memory(replace(job, hardware=by_size[-1])):  # what the largest cannot hold none can
         larger = (spec for spec in by_size if spec.device_bytes > machine.device_bytes)
         fitting = (spec for spec in larger if fits_memory(replace(job, hardware=spec)))
-        yield from ((Price.MACHINE, spec) for spec in itertools.islice(fitting, 1))
+        yield from itertools.islice(fitting, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
