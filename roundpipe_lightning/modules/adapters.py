@@ -20,7 +20,7 @@ from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.load import first_lines, seeded, shape_differences
-from roundpipe_lightning.models.weight_files import check_exported
+from roundpipe_lightning.models.weight_files import check_exported, reach_options
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -189,14 +189,17 @@ def _quiet() -> Iterator[None]:
 def _load_adapter(model: PreTrainedModel, source: str, *, method: str) -> PeftModel:
     """Put a saved adapter onto a model, in place, ready to be trained on."""
     import peft
+    from huggingface_hub import snapshot_download
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
     from safetensors import SafetensorError
 
+    reach: Any = reach_options(source)  # peft asks a hub that does not answer for half a minute
     try:
-        config = peft.PeftConfig.from_pretrained(source)
+        config = peft.PeftConfig.from_pretrained(source, **reach)
         if (Path(source) / SAFETENSORS_WEIGHTS_NAME).is_file():
             check_exported(Path(source) / SAFETENSORS_WEIGHTS_NAME)
-        weights = peft.load_peft_weights(source, device="cpu")
+        folder = snapshot_download(source, **reach) if reach else source
+        weights = peft.load_peft_weights(folder, device="cpu")
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelSourceError(
             f"peft.adapter={source!r} is not a saved adapter that can be read ({error}). Give the "

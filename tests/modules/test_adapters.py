@@ -11,6 +11,7 @@ from torch import nn
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.source import Head
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule, ModelSource
+from roundpipe_lightning.modules import adapters as adapters_module
 from roundpipe_lightning.modules.adapters import peft_config
 from roundpipe_lightning.modules.source import TokenizerSource, byte_level_tokenizer
 from tests.kit.architectures import TINY
@@ -224,6 +225,19 @@ def test_a_folder_without_an_adapter_and_broken_files(saved: PeftModel, tmp_path
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ModelSourceError, match="is not a saved adapter that can be read"):
         lora(adapter=str(tmp_path)).apply(tiny())
+
+
+def test_an_adapter_is_not_asked_of_a_hub_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def hang(*_: Any, local_files_only: bool = False, **__: Any) -> str:
+        assert local_files_only
+        raise OSError("not in the cache")
+
+    monkeypatch.setattr(adapters_module, "reach_options", lambda _: {"local_files_only": True})
+    monkeypatch.setattr("peft.config.hf_hub_download", hang)
+    with pytest.raises(ModelSourceError, match=r"Can't find 'adapter_config\.json' at 'no/where'"):
+        lora(adapter="no/where").apply(tiny())
 
 
 def test_random_weights_follow_the_seed_alone() -> None:
