@@ -125,6 +125,7 @@ def _launch(name: str) -> None:
         sys.stderr = errors  # until the first job begins: Hydra explains itself at length
         hydra.main(version_base="1.3", config_path=str(folder), config_name=name)(job)()
     except KeyboardInterrupt:
+        _compare(jobs)
         screen.write("Stopped.\n")
         sys.exit(EXIT_INTERRUPTED)
     except SystemExit as ended:
@@ -140,8 +141,7 @@ def _launch(name: str) -> None:
     finally:
         sys.stderr = screen
         screen.write(errors.getvalue())
-    if len(jobs) > 1:
-        _compare(jobs)
+    _compare(jobs)
     statuses = [entry["status"] for entry in jobs]
     if statuses in ([EXIT_BAD_INPUT], [EXIT_DOES_NOT_FIT]):
         _remove_run(Path(jobs[0]["folder"]))
@@ -235,6 +235,8 @@ def _module(name: str) -> Any:
 
 def _compare(jobs: list[dict[str, Any]]) -> None:
     """Print a line for each job of a sweep: what was special, and the figures of its summary."""
+    if len(jobs) <= 1:
+        return
     from rich.console import Console
     from rich.table import Table
 

@@ -242,6 +242,22 @@ def test_sweeps_with_the_basic_launcher(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_ctrl_c_in_a_sweep_leaves_a_table_of_the_jobs_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: CausalLanguageModule) -> None:
+        if self.trainer.max_steps == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(CausalLanguageModule, "on_train_start", interrupted)
+    jobs = ("trainer.max_steps=1,2,3", "-m", "hydra.sweep.dir=sweep")
+    done = run_here(tmp_path, *jobs, status=130)
+    table = done.stdout.partition("This sweep")[2]
+    assert f"{summary(tmp_path / 'sweep' / '0')['val_loss']:.5g}" in table
+    assert table.count("failed:") == 1
+    assert not (tmp_path / "sweep" / "2").exists()
+
+
 @pytest.mark.soak  # below, signals reach a run in this process
 def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     process = subprocess.Popen(
