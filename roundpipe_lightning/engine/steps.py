@@ -102,7 +102,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self.team: ThreadTeam | None = None  # its threads, from `start` on
-        self.failures: list[Failure] = []  # what the microbatches have raised, the first one first
+        self.failures: list[Failure] = []  # what the microbatches have raised
         self.was_given_up = False  # whether it has ended because it or another step has failed
         self._overlaps = not self.steps.is_empty
         self.tasks: Countdown | None = None
@@ -453,7 +453,8 @@ class StepsInFlight:
 def _raise_first(steps: Sequence[Step]) -> None:
     for step in steps:
         if step.failures:
-            failure = step.failures[0]
+            # What the driver of a batch fails with comes first: it drops what its pieces replay.
+            failure = min(step.failures, key=lambda failure: failure.index)
             step.failures.clear()
             try:
                 raise_noted(failure.error, step.microbatches[failure.index].turns.place)

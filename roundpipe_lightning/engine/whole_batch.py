@@ -246,7 +246,7 @@ class ManualStep:
                 here = map_tensors(device.upload, batch)
                 with self.meeting:
                     output = call(view, here)
-                self.buffers.write_back(maker.made, owner_of=self._owner_of)
+                self.buffers.write_back(maker.views, owner_of=self._owner_of)
                 return map_tensors(lambda x: self._owner_of(x).download(x), output)
         finally:
             device.synchronize()

@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader
 
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.emulation.server import EmulatedDevice
-from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.errors import CaptureError, ConfigurationError
 from roundpipe_lightning.strategy.strategy import NoBlocksWarning
 from roundpipe_lightning.testing import EmulatedStrategy, assert_trains_as_one_device
 from tests.emulation.test_benchmark import BENCHMARKS
 from tests.kit.training import (
+    WIDTH,
     Block,
     LanguageModel,
     PaddedSequences,
@@ -323,3 +324,65 @@ def test_what_an_accelerator_lacks_is_asked_for_and_done_without(tmp_path: Path)
         "error": 0.0,
     }
     assert "toy does not say how much memory it has: name the machine" in done.stderr
+
+
+class Averaging(Block):
+    """Writes into a buffer of its own, not of a module inside it."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.3)
+        return super().forward(x)
+
+
+class Averages(Regressor):
+    """Reads its blocks' buffers before and after it calls them, and writes into one."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.automatic_optimization = when != "manually"
+        self.when = when
+        self.layers = nn.ModuleList(Averaging() for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden, y = batch
+        layers: Any = self.layers
+        loss = layers[1].mean.sum()
+        if self.when == "before":
+            layers[0].mean.add_(0.1)
+        elif self.when == "anew":
+            layers[0].mean = layers[0].mean + 0.1
+        for layer in layers:
+            hidden = layer(hidden)
+            loss = loss + (hidden * layers[1].mean.clone()).mean()
+        layers[0].mean.add_(0.1)
+        loss = loss + functional.mse_loss(self.head(hidden), y)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:Block 'layers.0' runs on the whole batch")
+@pytest.mark.parametrize("when", ["afterwards", "manually"])
+def test_buffers_of_blocks_are_read_and_written_around_calls(when: str) -> None:
+    assert_trains_as_one_device(lambda: Averages(when), lambda: regression_data(16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "when"), [(EmulatedStrategy, "before"), (RoundPipeStrategy, "anew")]
+)
+def test_writes_into_buffers_that_a_block_s_device_does_not_see_are_refused(
+    kind: Any, when: str
+) -> None:
+    message = r"Block 'layers\.0' is called with other|writes into a buffer of block 'layers\.0'"
+    for _ in range(4):  # pieces of the batch that miss what the step drops have not failed first
+        with pytest.raises(CaptureError, match=message):
+            fit(kind(), Averages(when), regression_data(16))

@@ -504,6 +504,11 @@ class ViewMaker:
         self._to_stand_in: dict[int, Callable[[], nn.Module]] = {}
         self.made: dict[nn.Module, nn.Module] = {}
 
+    @property
+    def views(self) -> dict[nn.Module, nn.Module]:
+        """Views by their originals, stand-ins among them."""
+        return self.made | dict(self._stand_ins.values())
+
     def add_stand_ins(self, stand_ins: Mapping[nn.Module, nn.Module]) -> None:
         self._stand_ins.update({id(module): (module, other) for module, other in stand_ins.items()})
 

@@ -75,6 +75,7 @@ class ForwardPass:
             sources=self.sources,
             backward=self.backward,
         )
+        self.user.before_read = self._end_forward
         self.user.check_gradient = self.segments.check_gradient
         self.user.check_backward = self.segments.check_backward
         self.user.side_outputs.on_use = self.segments.side_output_used
@@ -256,7 +257,12 @@ class ForwardPass:
             return
         worker, self._has_run = self.turns.worker, False
         worker.count_bytes(self.boundary_bytes())
-        self.user.writes.were_any |= worker.end_forward(self.turns.stage)
+        self._note_written(worker.end_forward(self.turns.stage))
+
+    def _note_written(self, wrote: bool) -> None:  # noqa: FBT001 - what `end_forward` returns
+        if wrote:
+            self.user.writes.were_any = True
+            self.user.renew_buffers()
 
     def end_user_code(self) -> None:
         self._has_ended = True
@@ -331,7 +337,7 @@ class ForwardPass:
         with self._resident(call.block, call.position) as resident:
             outcome = self.run_block(call, resident, take=take, given=given)
             if call.position is None:
-                self.user.writes.were_any |= resident.end_forward()
+                self._note_written(resident.end_forward())
                 if call.wanted:
                     self.user.streamed.update(call.block.parameters())
         return outcome

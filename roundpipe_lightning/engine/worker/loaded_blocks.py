@@ -78,6 +78,11 @@ class PlacedBuffers:
             self._placed[buffer] = (placed, placed._version)
         return self._placed[buffer][0]
 
+    @property
+    def written(self) -> list[Tensor]:
+        """Buffers that were written into here and not brought to the host since."""
+        return [b for b, (placed, version) in self._placed.items() if _version(placed) != version]
+
     def write_back(
         self,
         views: Mapping[nn.Module, nn.Module],

@@ -121,6 +121,8 @@ class UserCode(TorchFunctionMode):
         self._crosses = not all(device.shares_host_memory for device in self._devices)
         #: Called before the code writes into a parameter, or could: others may be reading it.
         self.before_write: Callable[[], None] = lambda: None
+        #: Called before the code reads a buffer, which blocks may have written into.
+        self.before_read: Callable[[], None] = lambda: None
         self._parameter_writes = ParameterWrites(
             is_watched=self._crosses or self.may_write is not None, leaf=self._leaf_to_write
         )
@@ -164,6 +166,8 @@ class UserCode(TorchFunctionMode):
 
     def _buffer(self, buffer: Tensor) -> Tensor:
         with self.suspended(), untransformed():
+            if self._crosses:
+                self.before_read()
             return self._present_buffers().place(buffer)
 
     def _present_buffers(self) -> PlacedBuffers:
@@ -181,10 +185,23 @@ class UserCode(TorchFunctionMode):
 
     def write_buffers_back(self) -> bool:
         """Bring to the host what user code wrote into buffers, if any; at the end of its turn."""
-        return self._present_buffers().write_back(self.maker.made, owner_of=self.owner_of)
+        return self._present_buffers().write_back(self.maker.views, owner_of=self.owner_of)
+
+    def renew_buffers(self) -> None:
+        """Let the code see what blocks have written into buffers that it has read before."""
+        if self._crosses:
+            self.write_buffers_back()
+            self._buffers.clear()
 
     def check_call(self, block: nn.Module, name: str) -> None:
         """Raise a CaptureError if something is around the call of a block that misses it."""
+        written = self._present_buffers().written if self._crosses else []
+        if written and not set(written).isdisjoint(block.buffers()):
+            raise CaptureError(
+                f"The step writes into a buffer of block {name!r} and then calls it: the device "
+                "that runs the block does not see that. Write in a hook (on_train_batch_start, "
+                "say), or give the block the values as an argument."
+            )
         if self.maker.is_changed(block):
             around = "with other parameters, buffers or modules in it (functional_call, say)"
         elif is_transformed():
@@ -285,7 +302,7 @@ class UserCode(TorchFunctionMode):
         self.side_outputs.clear()
         self.stream = self.cut = self.check_gradient = None
         del self.worker, self._rounded, self.before_write, self._parameter_writes
-        del self.check_backward
+        del self.check_backward, self.before_read
 
     def owner_of(self, tensor: Tensor) -> Device:
         """Return the device that holds a tensor, the present worker's if several do."""
