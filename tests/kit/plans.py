@@ -1,8 +1,13 @@
 from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
 
 from roundpipe_lightning.errors import PlanError
+from roundpipe_lightning.models.work.work_profile import Blocks, parameter_work
 from roundpipe_lightning.planning.cost.costs import Evaluator, PartitionTable, RecomputeStart
-from roundpipe_lightning.planning.model.profile import ModelProfile
+from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.model.work import BlockWork, MicrobatchShape, size_model
 from roundpipe_lightning.planning.schedule.plan import Plan, split_rounds
 from roundpipe_lightning.planning.schedule.stages import (
     Partition,
@@ -14,6 +19,21 @@ from roundpipe_lightning.planning.search.partition import (
     balanced_cuts,
     even_partitions,
 )
+
+
+def profile_module(module: nn.Module, stack: Blocks) -> ModelProfile:
+    """Return what the parameters say, in seconds of a device of 10^12 operations per second."""
+
+    def timed(part: BlockWork, sized: BlockProfile) -> BlockProfile:
+        passes = (part.forward, part.backward)
+        forward, backward = (one.matrix_operations.fixed / 1e12 for one in passes)
+        return replace(sized, forward_seconds=forward, backward_seconds=backward)
+
+    work = parameter_work(module, stack)
+    sized = size_model(work, shape=MicrobatchShape(sequences=1, seq_len=1))
+    blocks = tuple(map(timed, work.blocks, sized.blocks))
+    head, tail = timed(work.head, sized.head), timed(work.tail, sized.tail)
+    return replace(sized, blocks=blocks, head=head, tail=tail)
 
 
 def default_plan(
