@@ -349,7 +349,7 @@ class Averages(Regressor):
         self.when = when
         self.layers = nn.ModuleList(Averaging() for _ in range(3))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         hidden, y = batch
         layers: Any = self.layers
         loss = layers[1].mean.sum()
