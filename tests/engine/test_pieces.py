@@ -266,7 +266,8 @@ BUFFERS = "buffers.*GroupNorm"
         (partial(KeepsScale, assigns=True), "buffers"),
         (lambda: KeepsMean(None), "other rows"),
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Capacity()), "other rows"),
-        (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Branches()), "other rows"),
+        (lambda: Branches(one_is_large), "other rows"),
+        (lambda: Branches(mean_of_signs_is_large), "takes a number"),
         (Hooked, "hook.*microbatching='step'"),
     ],
 )
@@ -704,11 +705,24 @@ class Centred(nn.Module):
         return x - x.mean(0)
 
 
-class Branches(nn.Module):
-    """Doubles all rows if one of them is large: none is here."""
+class Branches(Block):
+    """Doubles all rows where something holds for them: for none here."""
+
+    def __init__(self, holds: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.holds = holds
 
     def forward(self, x: Tensor) -> Tensor:
-        return 2 * x if float(x.detach().abs().max()) > 50 else x
+        x = super().forward(x)
+        return 2 * x if self.holds(x.detach()) else x
+
+
+def one_is_large(x: Tensor) -> Tensor:
+    return x.abs().max() > 50
+
+
+def mean_of_signs_is_large(x: Tensor) -> bool:
+    return float(x.sign().mean()) > 1
 
 
 def test_a_hook_sees_the_gradient_of_a_block_that_hands_back_what_it_got() -> None:

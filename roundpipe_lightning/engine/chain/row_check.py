@@ -4,6 +4,8 @@ A block is run on the rows of the first piece, of the second, of both, and on as
 alike. Where both together do not give what each gives by itself, the rows depend on each other.
 Other rows can decide without a trace in these values: a branch that all of them take, a threshold
 that is passed anyway. So the first piece's rows run beside much larger ones of either sign, too.
+Code of a block that takes a number from rows (`float`, `item`) may go by it, for numbers that these
+runs do not have: such a block is taken to need all rows.
 A block that calls the functions that an earlier one called, with the same numbers and shapes, does
 the same with other weights: it is run on both pieces' rows and on the first's.
 
@@ -55,6 +57,7 @@ _KEPT = (
     "an attribute, or set num_microbatches=1."
 )
 _LET_GO_SECONDS = 1.0
+_NUMBERS = frozenset({"__bool__", "__float__", "__int__", "item", "tolist"})
 _PLAIN = (bool, int, float, str, type(None))
 _SUMS = frozenset({"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"})
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -256,6 +259,11 @@ class RowTrial:
         if plain[0] != plain[1] or any(one.keys() != left[0].keys() for one in left.values()):
             raise NotByRowsError("it keeps values of the batch in attributes")
         self._writes.clear()
+        if self._marks.sees_numbers and not trusts_rows:
+            raise NotByRowsError(
+                "its code takes a number from the rows, and may go by it (RoundPipeStrategy("
+                "trust_rows=True) splits it all the same)"
+            )
         results = {
             part: [*self._results[part], *(one[key] for key in left[0])]
             for part, one in left.items()
@@ -334,6 +342,7 @@ class RowMarks(TorchFunctionMode):
         super().__init__()
         self._marked: dict[int, weakref.ref[Tensor]] = {}
         self.sees_gradients = False  # whether a hook sees gradients, or what is saved for them
+        self.sees_numbers = False  # whether Python was given a number that was computed from rows
         self._calls: list[str] | None = None
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}  # with what stands for each here
 
@@ -378,6 +387,8 @@ class RowMarks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = attribute_or_name(func)
+        if name in _NUMBERS and args[0].is_floating_point() and args[0].numel() == 1:
+            self.sees_numbers |= self.has(args[0])
         args, kwargs = self._with_numbers(name, args, kwargs)
         result = func(*args, **kwargs)
         self.sees_gradients |= func is Tensor.register_hook or has_foreign_saved_tensor_hooks()
