@@ -26,7 +26,7 @@ backward    upload 1, run 1 again, gradients down, drop    upload 0, run 0 again
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -212,6 +212,8 @@ class ManualStep:
     blocks: Sequence[nn.Module]  # what is on the device only while it runs
     device: Device
     apart: Iterable[nn.Module] = ()  # as of `Engine`
+    # entered while a block runs once more
+    watched: Callable[[nn.Module], AbstractContextManager[None]] = lambda block: nullcontext()
 
     def __post_init__(self) -> None:
         self.meeting = _MeetingPlace(self.module, self.device)
@@ -314,7 +316,12 @@ class _BlockRun:
         )
         try:
             # Neither mode is on in the thread, or the function, that runs a backward pass.
-            with step.device.thread_context(), step.meeting, step.meeting.in_block():
+            with (
+                step.watched(self.block),
+                step.device.thread_context(),
+                step.meeting,
+                step.meeting.in_block(),
+            ):
                 return maker.view_of(self.block)(*args, **kwargs)
         finally:
             maker.close()

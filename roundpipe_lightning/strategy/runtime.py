@@ -604,8 +604,14 @@ class PipelineRuntime:
         engine = self._open_engine()
         device = engine.workers[0].device
         call = self._step_of("training_step", arguments)
-        blocks = [block for stack in engine.stacks for block in stack.blocks]
-        step = ManualStep(self._module, blocks=blocks, device=device, apart=self._metrics.metrics)
+        names = {block: name for name, block in self.blocks.items()}
+        step = ManualStep(
+            self._module,
+            blocks=list(names),
+            device=device,
+            apart=self._metrics.metrics,
+            watched=lambda block: engine.forms.watched(block, names[block]),
+        )
         with (
             self._metrics.lent(host_log(self._module)),
             # Checkpoints have the host's generators only; so a resumed run draws the same numbers.

@@ -186,17 +186,26 @@ def test_a_run_without_values_takes_nothing(
     assert module.seen == [first, first + 1, first + 2]
 
 
+class StepsItself(Regressor):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
 class Counted(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         count_in_block()
         return super().forward(x)
 
 
-def test_a_block_that_counts_in_its_file_is_told() -> None:
-    module = Regressor()
+@pytest.mark.parametrize("strategy", [RoundPipeStrategy, EmulatedStrategy])
+def test_a_block_that_counts_in_its_file_is_told(strategy: type[RoundPipeStrategy]) -> None:
+    module = Regressor() if strategy is RoundPipeStrategy else StepsItself()
     module.layers = nn.ModuleList(Counted(WIDTH, WIDTH) for _ in range(4))
-    trainer = make_trainer(strategy=RoundPipeStrategy(num_microbatches=2), max_steps=2)
-    with pytest.warns(UserWarning, match=r"'layers\.0' writes into a list, a dict or another"):
+    trainer = make_trainer(strategy=strategy(num_microbatches=2), max_steps=2)
+    with pytest.warns(UserWarning, match=r"'layers\.[03]' writes into a list, a dict or another"):
         trainer.fit(module, regression_data())
 
 

@@ -92,15 +92,18 @@ class CallForms:
             return
         self._watched.add(type(block))
         before = self.contents()
-        yield
-        after = self.contents()
-        if any(after.get(key, value) != value for key, value in before.items()):
-            warnings.warn(
-                f"Block {name!r} writes into a list, a dict or another object, or into a global. "
-                "It runs once per microbatch, and again when it is recomputed: what it writes is "
-                "not what one device has. Let it return the values, or assign them to attributes.",
-                stacklevel=2,
-            )
+        try:
+            yield
+        finally:  # checkpointing may end a recompute early, by an exception
+            after = self.contents()
+            if any(after.get(key, value) != value for key, value in before.items()):
+                warnings.warn(
+                    f"Block {name!r} writes into a list, a dict or another object, or into a "
+                    "global. It runs once per microbatch, and again when it is recomputed: what it "
+                    "writes is not what one device has. Let it return the values, or assign them "
+                    "to attributes.",
+                    stacklevel=2,
+                )
 
     def put(self, key: Key, form: CallForm | None, *, kind: type, name: str, reason: str) -> None:
         self.known[key] = form
