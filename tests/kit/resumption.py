@@ -54,6 +54,7 @@ class Restless(Regressor):
         loss = functional.mse_loss(self(x + 0.1 * torch.randn_like(x)), y)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("largest", x.detach().max(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("positive", (x > 0).float().mean(), on_step=False, on_epoch=True)
         self.seen.update(loss.detach())
         self.log("seen", self.seen, on_step=False, on_epoch=True)
         return loss
@@ -205,9 +206,9 @@ def assert_same_end(run: Run, expected: Run, moment: Moment) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Tensors as lists of numbers, so that `==` compares all of it."""
+    """Tensors as lists of numbers with their format, so that `==` compares all of it."""
     if isinstance(value, Tensor):
-        return value.tolist()
+        return value.dtype, value.tolist()
     if isinstance(value, Mapping):
         return {key: plain(entry) for key, entry in value.items()}
     return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -127,7 +127,7 @@ HOOKS: dict[str, tuple[list[str], dict[str, Any]]] = {
         [*BATCH_END, "on_train_epoch_end"],
         {"picked": [1, 2, 3, 4], "max_epochs": -1, "max_steps": 7},
     ),
-    "masters in 64 bits": (BATCH_END, {"picked": [4], "precision": "64-true"}),
+    "masters in 64 bits": (BATCH_END, {"picked": [1, 4], "precision": "64-true"}),
     "a loss scale and its growth": (
         BATCH_END,
         {

@@ -337,7 +337,8 @@ def _result(
         and (state["sync"]["should"] or (state["is_tensor"] and meta.fx == "training_step")),
         rank_zero_only=state["sync"]["rank_zero_only"],
     )
-    result = ResultMetric(meta, state["is_tensor"])
+    with trainer.precision_plugin.forward_context():  # the number format that it starts anew with
+        result = ResultMetric(meta, state["is_tensor"])
     for attribute, value in state["values"].items():
         setattr(result, attribute, value.clone())
     if not result.is_tensor:
