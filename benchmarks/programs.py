@@ -333,8 +333,9 @@ def judge(name: str, options: Mapping[str, Any], counts: Sequence[int]) -> list[
             **{**options, **program.options},
         )
         found = train(program, strategy, WORKERS)
-        if program.resumes:  # attributes are in no checkpoint
-            found.found = {k: v for k, v in found.found.items() if not k.startswith("attribute ")}
+        if program.resumes:  # these are in no checkpoint
+            gone = ("attribute ", "requires_grad ")
+            found.found = {k: v for k, v in found.found.items() if not k.startswith(gone)}
             wanted.found = {k: v for k, v in wanted.found.items() if k in found.found}
         seconds = time.perf_counter() - begun
         runs.append(compared(found, wanted, num_microbatches=count, seconds=seconds))
