@@ -397,6 +397,8 @@ def text_of(seed: int) -> str:
     resumes = not numbers.randrange(4) and fresh.isdisjoint({head, *blocks, callbacks})
     batch = "tuple" if hook == "before_batch" else batch
     flags = flags if automatic else "{}"
+    if optimizer == "closure":  # LBFGS makes much of rounding
+        flags = f"{{**{flags}, 'precision': '64-true'}}"
     names = [
         *blocks,
         "|",
