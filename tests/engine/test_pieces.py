@@ -130,7 +130,7 @@ class Cached(Regressor):
 
     def __init__(self) -> None:
         super().__init__(make_block=WithCache)
-        self.layers[0].keeps = False
+        vars(self.layers[0])["keeps"] = False
 
     def run_blocks(self, hidden: Tensor) -> Tensor:
         cache = SimpleNamespace()
