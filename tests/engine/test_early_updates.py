@@ -193,10 +193,10 @@ def test_an_error_of_an_early_update_is_raised_once() -> None:
         step(engine)
         num_updated = updater.abandon(RuntimeError())
         assert num_updated == sum(1 for _ in module.layers.parameters())
-        with pytest.raises(RuntimeError, match=r"layers\.1") as caught:
-            updater.join()
+        with pytest.raises(RuntimeError, match=r"layers\.[01]") as caught:
+            updater.join()  # of the block whose gradients were added up first; nothing follows
         (note,) = vars(caught.value)["__notes__"]
-        assert "AdamW updated 'layers.1'" in note
+        assert f"AdamW updated '{caught.value}'" in note
         updater.join()
 
 
