@@ -66,6 +66,9 @@ class StepOptions(TypedDict, total=False):
     # asked, in every microbatch's thread, before each torch function of the user's code outside the
     # blocks; it may answer in the function's place
     outside: Outside | None
+    # called in every microbatch's thread with its index and what its step has returned, on the
+    # host, before it gives gradients away; what it raises ends the step
+    verify: Callable[[int, Any], None] | None
     writes_nothing: bool  # whether the step is proven to write no attributes: else it is refused
 
 
@@ -91,6 +94,7 @@ class StepContext:
     thread_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     may_write: bool | None = None  # as of `UserCode`
     outside: Outside | None = None
+    verify: Callable[[int, Any], None] | None = None
     writes_nothing: bool = False
     outside_blocks: frozenset[nn.Parameter] = frozenset()
     compiler: BlockCompiler | None = None
@@ -129,6 +133,7 @@ class Microbatch:
         self._batch = batch
         self._loss_scale = loss_scale
         self._downloads: list[Event] = []  # of what the user's step has returned
+        self._has_returned = False
         self._forward: ForwardPass | None = None
         self._rows: dict[tuple[int, nn.Parameter], Tensor] = {}
         user = UserCode(
@@ -221,9 +226,11 @@ class Microbatch:
         output = self._run_user_code(forward)
         loss = loss_of(output)
         self._download(output, loss)
-        context.returned.count()
         # A scale of 0 means a microbatch with nothing to average over, whose mean is not a number.
-        if loss is None or not context.backward or not self._loss_scale:
+        has_backward = context.backward and bool(self._loss_scale)
+        if loss is None or not has_backward or context.verify is None:
+            self._tell_returned()
+        if loss is None or not has_backward:
             return
         if not loss.requires_grad:
             raise ConfigurationError(
@@ -232,6 +239,19 @@ class Microbatch:
             )
         scale = torch.full_like(loss, self._loss_scale, requires_grad=False)
         self._make_backward().run_backward(loss, scale)
+
+    def _tell_returned(self) -> None:
+        """Say that the user's step has returned, after a look at what it gave.
+
+        Where one is wanted, the loss's backward pass has been launched: the device computes while
+        the host waits for the values.
+        """
+        context = self._context
+        if context.verify is not None:
+            self.await_output()
+            context.verify(self._index, self.output)
+        context.returned.count()
+        self._has_returned = True
 
     def _run_user_code(self, forward: ForwardPass) -> Any:
         context, user, turns = self._context, self.user, self.turns
@@ -256,6 +276,8 @@ class Microbatch:
         What is to come is the graph of `rest`.
         """
         context = self._context
+        if not self._has_returned:
+            self._tell_returned()
         total: Gradients = {}  # the same parameter on several workers: one sum of all
         sent: set[nn.Parameter] = set()
         for worker, gradients in self.user.take_gradients().items():

@@ -9,8 +9,9 @@ next ones run it once per microbatch if that is proven to be the same:
 - all blocks ran on pieces of the batch.
 
 Where the mean is over targets, those that `cross_entropy` gets have to be as many for every
-microbatch as its weight says. They are counted in every step. A batch for which they differ is run
-again as a whole, before anything is updated; with `microbatching="step"` it is an error.
+microbatch as its weight says. They are counted in every step, and the numbers come to the host with
+the loss: no microbatch waits for its device. A batch for which they differ is run again as a whole,
+before anything is updated; with `microbatching="step"` it is an error.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def form_of(batch: Any) -> BatchForm:
 
 def _num_targets(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> float | None:
+) -> Tensor | None:
     """Return how much of its target a function averages over; None if it is no such mean."""
     if func not in _LOSSES or not torch.is_grad_enabled():
         return None
@@ -78,10 +79,10 @@ def _num_targets(
     target, weight = given["target"], given.get("weight")
     if given.get("reduction", "mean") != "mean" or target.is_floating_point():
         return None
-    counts = target != given.get("ignore_index", -100)
-    if weight is not None:
-        counts = torch.where(counts, weight[target.clamp(min=0)], 0)
-    return float(counts.detach().double().sum())
+    counts: Tensor = target != given.get("ignore_index", -100)
+    if weight is None:
+        return counts.sum()
+    return torch.where(counts, weight.detach()[target.clamp(min=0)], 0).double().sum()
 
 
 class ModeChoice:
@@ -368,7 +369,7 @@ class MicrobatchedBatch:
     is_proven: bool = False  # whether the step was proven to be the same on microbatches
 
     def __post_init__(self) -> None:
-        self._seen: list[list[float]] = [[] for _ in self.parts]
+        self._seen: list[list[Tensor]] = [[] for _ in self.parts]
         self._ratios: dict[int, list[float]] = {}  # of what the first part's losses counted
         self._thread = threading.local()
 
@@ -381,10 +382,14 @@ class MicrobatchedBatch:
     def outside(self) -> Outside | None:
         return self._note if self.checks or self.notes else self.fusion
 
-    def averages_over(self) -> Sequence[float]:
-        """Return over how much each mean over targets in the loss went; else the batch's rows."""
-        if any(self._seen):
-            return [sum(terms) for terms in zip(*self._seen, strict=True)]
+    def averages_over(self, seen: Sequence[Sequence[Tensor]]) -> Sequence[float]:
+        """Return over how much each mean over targets in the loss went; else the batch's rows.
+
+        Args:
+            seen: The `targets` of every part, on the host.
+        """
+        if any(seen):
+            return [float(sum(terms)) for terms in zip(*seen, strict=True)]
         if len(self.parts) > 1:
             return [float(sum(self.counts))]
         targets = targets_of_rows(self.parts[0])
@@ -414,25 +419,34 @@ class MicrobatchedBatch:
         self._thread.index = index
 
     @property
+    def targets(self) -> Sequence[Tensor]:
+        """How many targets each loss has counted so far in the part in whose thread this is."""
+        return self._seen[self.part]
+
+    @property
     def part(self) -> int:
         """The part in whose thread this is asked; the first one in a thread of none."""
         return getattr(self._thread, "index", 0)
 
-    def check(self, index: int, output: Any) -> None:
-        """Called in the thread of a part after its step, before its backward pass.
+    def check_output(self, output: Any) -> None:
+        """Raise a StepModeError if a part's step has returned more than a loss."""
+        if len(self.parts) > 1 and isinstance(output, Mapping) and set(output) != {"loss"}:
+            raise StepModeError("training_step returns more than the loss")
+
+    def check_targets(self, index: int, returned: Mapping[str, Any]) -> None:
+        """Called in the thread of a part before its gradients are added to others'.
 
         No block has all its gradients before every part has been here: nothing is updated.
 
+        Args:
+            returned: Among others its `targets`, on the host.
+
         Raises:
-            StepModeError: The parts' losses cannot be put together, or there is more than a loss.
+            StepModeError: The parts' losses cannot be put together.
         """
-        if len(self.parts) > 1 and isinstance(output, Mapping) and set(output) != {"loss"}:
-            raise StepModeError("training_step returns more than the loss")
-        if not self.checks:
-            return
         # Of what is not seen the mean is over rows; in all parts the ratio has to be the same.
-        count, seen = self.counts[index], self._seen[index]
-        terms = seen or [float(batch_size_of(self.parts[index]))]
+        count, seen = self.counts[index], returned["targets"]
+        terms = [float(t) for t in seen] or [float(batch_size_of(self.parts[index]))]
         if count:
             first = self._ratios.setdefault(0, [term / count for term in terms])
             same = len(first) == len(terms) and all(

@@ -387,10 +387,11 @@ class PipelineRuntime:
             cut.begin(index)
             output = step_of(view, part)
             compat.check_output(output)
-            cut.check(index, output)
+            cut.check_output(output)
             returned: dict[str, Any] = {
                 "loss": loss_of(output),
                 "logged": calls[index],
+                "targets": cut.targets,
                 "output": None,
             }
             if is_one:
@@ -424,6 +425,7 @@ class PipelineRuntime:
                 first_microbatch=0 if hosts is None else sum(before[: hosts.rank]),
                 thread_context=self._precision.thread_context,
                 outside=cut.outside,
+                verify=cut.check_targets if cut.checks else None,
                 writes_nothing=cut.is_proven,
             )
             try:
@@ -452,7 +454,7 @@ class PipelineRuntime:
         """Put a batch together with what other hosts have of it; gradients may leave then."""
         part = HostPart(
             batch_number=self._batch_number,
-            averages_over=cut.averages_over(),
+            averages_over=cut.averages_over([part["targets"] for part in known.outputs]),
             num_rows=num_rows_of(cut.parts),
             shares=cut.shares,
             losses=list(known.losses),

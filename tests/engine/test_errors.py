@@ -1,5 +1,6 @@
 import threading
 from collections.abc import Callable
+from time import sleep
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from roundpipe_lightning.errors import (
 from tests.kit.engine import (
     Block,
     Regressor,
+    Workers,
     check_parity,
     differences,
     emulated_workers,
@@ -26,6 +28,7 @@ from tests.kit.engine import (
     engine_of,
     layers_of,
     mean_step,
+    on_any_workers,
     plain_step,
     plan_of,
     regression_batches,
@@ -175,6 +178,31 @@ def test_several_microbatches_fail_and_one_error_comes() -> None:
         with pytest.raises(PlannedError):
             mean_step(engine, regression_batches(4), call=call)
         mean_step(engine, regression_batches(4))
+
+
+@on_any_workers
+def test_no_block_has_its_gradients_before_every_output_was_looked_at(workers: Workers) -> None:
+    module, batches = Regressor(3), regression_batches(NUM_MICROBATCHES)
+    plain, taken = plain_step(module, batches), list[nn.Parameter]()
+
+    def look(index: int, output: Tensor) -> None:
+        torch.testing.assert_close(output, plain.losses[index])
+        if index == NUM_MICROBATCHES - 1:
+            sleep(0.2)
+            raise PlannedError
+
+    def take(gradients: dict[nn.Parameter, Tensor], elsewhere: object) -> list[nn.Parameter]:
+        taken.extend(gradients)
+        return []
+
+    scales = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
+    with engine_for(module, num_microbatches=NUM_MICROBATCHES, devices=workers(2)) as engine:
+        engine.store.take_gradients = take
+        with pytest.raises(PlannedError):
+            engine.begin_step(batches, training_step, loss_scales=scales, verify=look).result()
+        assert not taken
+        assert not differences(module, mean_step(engine, batches), plain)
+        assert taken
 
 
 def test_user_code_that_swallows_exceptions_does_not_stop_an_abort() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property
@@ -17,6 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning.emulation import tagged_tensor
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy import microbatching
 from roundpipe_lightning.testing import EmulatedStrategy
@@ -310,6 +312,25 @@ def test_a_later_batch_that_is_not_as_proven(
     strategy = kind(num_microbatches=2, microbatching="step")
     with pytest.raises(ConfigurationError, match=f"{reason}.*Set microbatching='blocks'"):
         make_trainer(strategy=strategy).fit(Changing(change), data)
+
+
+def test_targets_are_counted_without_waiting_for_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A microbatch that reads a number stops launching until its device has nothing left to do."""
+    read: list[str] = []
+    execute = tagged_tensor._execute
+
+    def noted(func: Any, *given: Any) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            read.append(threading.current_thread().name)
+        return execute(func, *given)
+
+    monkeypatch.setattr(tagged_tensor, "_execute", noted)
+    strategy = EmulatedStrategy(num_microbatches=4, microbatching="step")
+    data = DataLoader(PaddedSequences(16), batch_size=8)
+    make_trainer(strategy=strategy, max_epochs=1).fit(LanguageModel("adamw"), data)
+    assert [name for name in read if "microbatch" in name] == []
 
 
 class Counting(Regressor):
