@@ -41,9 +41,9 @@ MODULES = sorted(
 )
 
 # The dependencies come first: what *they* do when imported is theirs. Hydra, which the package must
-# not import, comes after it, and peft, which takes seconds, after what trains without it.
+# not import, comes after it, and peft, which takes seconds, after commands that do without it.
 IMPORT_AND_COMPARE = """
-import importlib, json, logging, os, random, sys, threading, warnings
+import contextlib, importlib, io, json, logging, os, random, sys, threading, warnings
 import lightning.pytorch, numpy, rich.progress, torch, torchmetrics, transformers
 import transformers.modeling_utils
 
@@ -91,9 +91,18 @@ import_all("roundpipe_lightning")
 early = imported("hydra", "omegaconf", "numba")
 import hydra, omegaconf
 import_all("roundpipe_lightning.cli.train", "roundpipe_lightning.cli.plan.command")
+import roundpipe_commands
+modules, home = sys.argv[1:], os.environ["HOME"]
+with open(f"{home}/a.jsonl", "w") as file:
+    file.write('{"text": "learned"}\\n' * 2)
+with contextlib.redirect_stdout(io.StringIO()) as shown:
+    for command, given in (("plan", "hardware=rtx4090x2"), ("data", f"data={home}/a.jsonl")):
+        sys.argv = [command, given, f"paths.log_dir={home}"]
+        getattr(roundpipe_commands, command)()
+assert "It fits." in shown.getvalue() and "learned" in shown.getvalue()
 early += imported("peft", "bitsandbytes", "datasets", "numba")
 import peft
-after = import_all(*sys.argv[1:])
+after = import_all(*modules)
 print(json.dumps({"changed": changed, "after": after, "early": early}))
 """
 

@@ -284,13 +284,16 @@ class Job:
 
     def new_module(self) -> LightningModule:
         """The module that is trained; its model is built by `configure_model`."""
+        return self._module(scheduler=build(self.config.scheduler))
+
+    def _module(self, *, scheduler: Any) -> LightningModule:
         config = self.config
         module: LightningModule = call(
             "module",
             build(config.module),
             self.source,
             optimizer=build(config.optimizer),
-            scheduler=build(config.scheduler),
+            scheduler=scheduler,
             adapters=read_adapters(config.peft),
         )
         return module
@@ -388,7 +391,8 @@ class Job:
         return self._models[key]
 
     def _module_without_values(self) -> LightningModule:
-        module: Any = self.new_module()
+        # A plan has no use for a schedule; those of transformers take up to a second to import.
+        module: Any = self._module(scheduler=None)
         if getattr(module, "adapters", None) is not None:  # what is saved are values
             module.adapters = _WithoutValues(config=module.adapters.config)
         if getattr(module, "pad_token_id", 0) is None:

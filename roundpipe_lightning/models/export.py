@@ -27,6 +27,7 @@ import copy
 import json
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -126,21 +127,19 @@ def find_pretrained(module: nn.Module, name: str | None = None) -> Pretrained:
 
     ConfigurationError: there is none of that name, none at all, or several that are trained.
     """
-    from peft import PeftModel
     from transformers import PreTrainedModel
 
-    kinds = (PreTrainedModel, PeftModel)
     if name is not None:
         named = dict(module.named_modules()).get(name)
-        if not isinstance(named, kinds):
+        if not (isinstance(named, PreTrainedModel) or _is_adapted(named)):
             raise ConfigurationError(
                 f"{type(module).__name__} has no model of transformers or peft called {name!r}."
             )
-        return named
+        return cast("Pretrained", named)
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
         inside = any(path.startswith(f"{outer}.") or outer == "" for outer in found)
-        if isinstance(part, kinds) and not inside:
+        if not inside and (isinstance(part, PreTrainedModel) or _is_adapted(part)):
             found[path] = part
     trained = {p: m for p, m in found.items() if any(q.requires_grad for q in m.parameters())}
     chosen = trained if len(found) > 1 else found
@@ -155,9 +154,8 @@ def find_pretrained(module: nn.Module, name: str | None = None) -> Pretrained:
 
 
 def _is_adapted(model: Any) -> bool:
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)
+    peft = sys.modules.get("peft")  # slow to import; without it there is none of its models
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def _without_adapters(model: Any, *, merge: bool) -> PreTrainedModel:
