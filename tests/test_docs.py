@@ -9,8 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 
 import roundpipe_lightning
+from benchmarks import what_fits
 from roundpipe_commands import in_settings, name_machines
 from roundpipe_lightning import errors, finetune
+from roundpipe_lightning.cli.job import Job, MetaModel
 from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.conf.test_models import PUBLISHED
 from tests.kit.programs import run_program
@@ -92,6 +94,38 @@ def test_what_is_written_instead_is_python() -> None:
     assert len(calls) >= 3
     for code in calls:
         eval(code, names)
+
+
+def test_what_fits_where_is_what_the_planner_predicts() -> None:
+    """Some rows of docs/fits.md, which `what_fits.py --write` makes, and figures of the README."""
+    models: dict[str, MetaModel] = {}
+
+    def written(title: str, model: str, method: str) -> list[str]:
+        line = what_fits.row(model, method, what_fits.MACHINES[title], models)
+        assert line in _text("fits").partition(f"### {title}\n")[2].partition("###")[0]
+        return line.strip(" |").split(" | ")
+
+    written("One RTX 4090, 128 GiB of host memory", "qwen3_4b", "full")
+    written("One RTX 4090, 128 GiB of host memory", "llama3_1_8b", "full")
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    for model, name in (("qwen3_32b", "Qwen3-32B"), ("qwen3_235b_a22b", "Qwen3-235B-A22B")):
+        figures = written("Four RTX 4090, 512 GiB of host memory", model, "LoRA")
+        rate = round(int(figures[2].replace(",", "")), -1)
+        assert re.search(f"LoRA of {name} on .*: {rate:,} tokens/s, {figures[5]}", readme)
+
+
+@pytest.mark.soak
+def test_the_tutorial_has_the_planner_s_figures() -> None:
+    name_machines(CONF)
+    for words, tokens in (
+        ("recipe=qwen3_32b/lora hardware=rtx4090x4 hardware.host_memory=256GiB", "about {:,}"),
+        ("recipe=qwen3_32b/full hardware=rtx4090x8 hardware.host_memory=1TiB", "says {:,}"),
+    ):
+        answer = Job(composed("plan", *words.split())).answer()
+        speed = round(answer.tokens_per_second / 10) * 10
+        assert f"{tokens.format(speed)} tokens" in _text("qwen3_32b")
+        size = answer.memory.host.total_bytes / 2**30
+        assert f"{size:.0f} GiB of host memory" in _text("qwen3_32b")
 
 
 # --- what conf/ has ------------------------------------------------------------------------------
