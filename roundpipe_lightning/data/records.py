@@ -99,7 +99,7 @@ class RecordFiles:
 
     Raises:
         ConfigurationError: There are no paths, or a weight is not above 0; and in `parts`: nothing
-            is there, or its suffix is unknown.
+            is there, its suffix is unknown, or two paths have it.
     """
 
     paths: Sequence[str] | Mapping[str, float] | str = field(default_factory=tuple)
@@ -109,8 +109,8 @@ class RecordFiles:
             raise ConfigurationError("data files: there are none. Name one, such as chat.jsonl.")
         if isinstance(self.paths, str):
             object.__setattr__(self, "paths", (self.paths,))
-        given: Mapping[str, Any] = self._given
-        for path, weight in given.items():
+        given: list[tuple[str, Any]] = self._given
+        for path, weight in given:
             if isinstance(weight, str) or not 0 < weight < math.inf:
                 raise ConfigurationError(
                     f"data.files: the weight of {path} is {weight!r}. It says how many times the "
@@ -118,17 +118,28 @@ class RecordFiles:
                 )
 
     @property
-    def _given(self) -> Mapping[str, float]:
-        return self.paths if isinstance(self.paths, Mapping) else dict.fromkeys(self.paths, 1.0)
+    def _given(self) -> list[tuple[str, float]]:
+        if isinstance(self.paths, Mapping):
+            return list(self.paths.items())
+        return [(path, 1.0) for path in self.paths]
 
     @property
     def weights(self) -> dict[str, float]:
         """How many times the records of each part come in an epoch."""
-        return {part: weight for path, weight in self._given.items() for part in _files(path)}
+        found: dict[str, float] = {}
+        for path, weight in self._given:
+            for part in _files(path):
+                if part in found:
+                    raise ConfigurationError(
+                        f"data files: {part} is named twice. Name it once; its weight says how "
+                        f"many times its records come in an epoch, such as {{{part}: 2}}."
+                    )
+                found[part] = weight
+        return found
 
     def parts(self) -> tuple[str, ...]:
         """Paths of all files, those of a folder or a pattern sorted by name."""
-        return tuple(dict.fromkeys(part for path in self._given for part in _files(path)))
+        return tuple(self.weights)
 
     def read(self, part: str) -> Iterator[Record]:
         """Records of a file; DataError, which names the line: it cannot be read."""

@@ -125,7 +125,10 @@ def test_folders_and_patterns_are_read_by_name(tmp_path: Path) -> None:
         return [Path(part).name for part in parts]
 
     assert names("") == ["a.jsonl", "b.jsonl", "c.csv"]
-    assert names("*.jsonl", "b.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert names("*.jsonl", "c.csv") == ["a.jsonl", "b.jsonl", "c.csv"]
+    for paths in (("*.jsonl", "b.jsonl"), ("b.jsonl", "b.jsonl")):
+        with pytest.raises(ConfigurationError, match=r"b\.jsonl is named twice\. Name it once"):
+            names(*paths)
 
 
 @pytest.mark.parametrize(
