@@ -135,27 +135,29 @@ class SideOutputs:
         setattr(tensor, _ORIGIN, mark)
 
     def check(self, args: Iterable[Any]) -> None:
-        """Take notice of what reaches a block's function past the block's arguments.
+        """Look at what a block's function takes, also in lists, where `looks_at_arguments`."""
+        if not self.looks_at_arguments:
+            return
+        for arg in args:
+            if isinstance(arg, Tensor):
+                self.check_tensor(arg)
+            elif isinstance(arg, (list, tuple)):
+                self.check(arg)
+
+    def check_tensor(self, tensor: Tensor) -> None:
+        """Take notice of a tensor that reaches a block's function past the block's arguments.
 
         What another block has made may be a constant that is kept for all (a table of positions):
         whether it needs a gradient is seen when that block is recomputed. What code outside the
         blocks has made, with a graph, is refused.
         """
-        if not self.looks_at_arguments:
-            return
-        for arg in args:
-            if isinstance(arg, Tensor):
-                mark: _Mark | None = getattr(arg, _ORIGIN, None)
-                if mark is not None and mark() is arg:
-                    run, block, _, _ = mark.place
-                    if run is not self or block != self._block:
-                        run.note_leak(Origin(*mark.place), arg, self._name)
-                elif self._marks and arg.grad_fn is not None and not torch.is_grad_enabled():
-                    raise CaptureError(
-                        _PAST_ARGUMENTS.format("Code outside the blocks", self._name)
-                    )
-            elif isinstance(arg, (list, tuple)):
-                self.check(arg)
+        mark: _Mark | None = getattr(tensor, _ORIGIN, None)
+        if mark is not None and mark() is tensor:
+            run, block, _, _ = mark.place
+            if run is not self or block != self._block:
+                run.note_leak(Origin(*mark.place), tensor, self._name)
+        elif self._marks and tensor.grad_fn is not None and not torch.is_grad_enabled():
+            raise CaptureError(_PAST_ARGUMENTS.format("Code outside the blocks", self._name))
 
     def note_leak(self, origin: Origin, tensor: Tensor, name: str) -> None:
         self._leaks[origin] = (name, tensor.shape, tensor.dtype)

@@ -61,7 +61,7 @@ _WITHOUT_VALUES = METADATA | {"detach"}
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 #: Types of arguments that neither are parameters nor hold some.
-_NO_MASTERS = frozenset({Tensor, int, float, bool, str, slice, type(None), torch.dtype})
+_NO_MASTERS = frozenset({int, float, bool, str, slice, type(None), torch.dtype})
 
 #: Functions that neither draw random numbers nor write, as far as some have been seen.
 _PLAIN: set[Any] = set()
@@ -379,9 +379,14 @@ class UserCode(TorchFunctionMode):
         if resident is None or func not in _PLAIN or self._gathers or resident.rounded.views:
             return self._call(func, args, kwargs)
         given, rounded = (*args, *kwargs.values()) if kwargs else args, resident.rounded
+        outputs = self.side_outputs
+        looks = outputs.looks_at_arguments
         for x in given:
             kind = type(x)
-            if kind not in _NO_MASTERS and (
+            if kind is Tensor:
+                if looks:
+                    outputs.check_tensor(x)
+            elif kind not in _NO_MASTERS and (
                 kind is not nn.Parameter
                 or id(x) in self._masters
                 or (
@@ -390,9 +395,6 @@ class UserCode(TorchFunctionMode):
                 )
             ):
                 return self._call(func, args, kwargs)
-        outputs = self.side_outputs
-        if outputs.looks_at_arguments:
-            outputs.check(given)
         result = func(*args, **kwargs) if kwargs else func(*args)
         if outputs.looks_at_results:
             outputs.observe(result)
