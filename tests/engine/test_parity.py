@@ -13,7 +13,9 @@ from torch.nn import functional
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.chain.chain import Chain as EngineChain
+from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.emulation.test_placement import NormBlock
@@ -40,6 +42,7 @@ from tests.kit.engine import (
     engine_of,
     engine_step,
     layers_of,
+    mean_step,
     on_any_workers,
     plain_step,
     plan_of,
@@ -369,3 +372,73 @@ def test_without_a_stack() -> None:
     x = torch.ones(2, 8)
     with engine_of(module, None, plan, devices=emulated_workers(2)) as engine, torch.no_grad():
         assert torch.equal(engine.evaluate(lambda view, b: view(b), x), module(x))
+
+
+class NoteStrides(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[tuple[int, ...]]) -> Tensor:
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.seen.append(gradient.stride())
+        return gradient, None
+
+
+@on_any_workers
+def test_gradients_come_with_their_strides(workers: Workers) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    class Noting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return NoteStrides.apply(super().forward(x), seen)  # type: ignore[no-any-return, no-untyped-call]
+
+    class Twice(Regressor):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            first, second = (self.run_blocks(self.head(x)) for x in batch)
+            return (first.T.contiguous() * second.T.contiguous()).square().mean()
+
+    check_parity(Twice(2, make_block=Noting), [(torch.ones(4, WIDTH),) * 2], devices=workers(2))
+    assert seen == [(1, 4)] * 8  # of the plain loop, and ours
+
+
+class Freezing(Block):
+    """Its inner layer is trained in every second step only."""
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        self.inner.requires_grad_(step % 2 == 1)
+        return super().forward(x)
+
+
+class Steps(Regressor):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden, step = batch
+        for layer in self.layers:
+            hidden = layer(hidden, step)
+        return hidden.square().mean()
+
+
+@on_any_workers
+def test_a_block_freezes_its_own_parameters(workers: Workers) -> None:
+    module, twin = Steps(2, make_block=Freezing), Steps(2, make_block=Freezing)
+    devices = workers(2)
+    with engine_for(module, devices=devices, num_microbatches=1) as engine:
+        for step in range(4):
+            batches = [(torch.randn(4, WIDTH), step)]
+            plain = plain_step(twin, batches)
+            assert not differences(module, mean_step(engine, batches), plain), step
+            if isinstance(devices[0], CpuDevice):
+                assert [p.requires_grad for p in module.parameters()] == [
+                    p.requires_grad for p in twin.parameters()
+                ], step
+
+
+def test_a_device_cannot_train_what_was_frozen_before_the_step() -> None:
+    module = Steps(2, make_block=Freezing)
+    module.get_submodule("layers.1.inner").requires_grad_(requires_grad=False)
+    with (
+        engine_for(module, devices=emulated_workers(2), num_microbatches=1) as engine,
+        pytest.raises(CaptureError, match=r"frozen parameter of shape \(16, 8\) trainable"),
+    ):
+        mean_step(engine, [(torch.randn(4, WIDTH), 1)])

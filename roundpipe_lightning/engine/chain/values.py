@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import KW_ONLY, InitVar, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
@@ -29,7 +31,7 @@ from roundpipe_lightning.engine.chain.saved_outputs import (
     KeptOutputs,
     Sample,
 )
-from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.base import Device, strides_of_copy
 from roundpipe_lightning.engine.transfer.boundary import BoundaryTensor
 from roundpipe_lightning.engine.worker.loaded_blocks import ResidentBlocks
 from roundpipe_lightning.engine.worker.turns import MicrobatchTurns
@@ -161,11 +163,11 @@ def run_block(
     looked_at = taken if repeats or writes else []
     # Nobody counts writes into tensors of inference mode: a block that writes may have written.
     versions = [None if tensor.is_inference() else tensor._version for tensor in looked_at]
-    leaves = [t for t in taken if t.is_leaf and not t._backward_hooks]  # noqa: SLF001
+    leaves = [(t, _num_hooks(t)) for t in taken if t.is_leaf]
     with watched(taken):
         result = block(*args, **kwargs)
     # Others that take the same tensor have leaves of their own.
-    if any(leaf._backward_hooks for leaf in leaves):  # noqa: SLF001
+    if any(_num_hooks(leaf) > before for leaf, before in leaves):
         warnings.warn(
             f"Block {name!r} registers a hook on a tensor that it is given: the hook sees the "
             "gradient from this block and later ones, without that from other uses. Register it "
@@ -189,6 +191,10 @@ def run_block(
     ):
         written = taken  # with a graph what it hands back is another tensor, for the hooks
     return Outcome(result, copies=copies, block_name=name, objects=repeats, written=written)
+
+
+def _num_hooks(tensor: Tensor) -> int:
+    return len(tensor._backward_hooks or ())  # noqa: SLF001 - they are listed nowhere else
 
 
 class Value(Reference):
@@ -464,6 +470,7 @@ class Sources:
         self._boundaries: dict[Tensor, BoundaryTensor] = {}
         self._taken: dict[BoundaryTensor | JoinedValue, None] = {}  # in the present turn
         self.gradients: dict[Source, BoundaryTensor] = {}
+        self._strides: dict[Source, tuple[int, ...]] = {}  # of gradients, as they came
 
     def here(self, source: Source, *, repeats: bool = False) -> Tensor:
         """Return a source on the present worker, without a graph.
@@ -512,8 +519,14 @@ class Sources:
     ) -> Tensor:
         if source not in leaves:
             wanted = source.needs_gradient if isinstance(source, Value) else source.requires_grad
-            leaves[source] = self.here(source, repeats=repeats).requires_grad_(wanted)
+            leaves[source] = leaf = self.here(source, repeats=repeats).requires_grad_(wanted)
+            if wanted:
+                leaf.register_hook(partial(self._note_strides, source))
         return leaves[source]
+
+    def _note_strides(self, source: Source, gradient: Tensor) -> None:
+        if gradient.layout is torch.strided:
+            self._strides[source] = strides_of_copy(gradient)
 
     def add_gradient(self, source: Source, gradient: Tensor, worker: Worker) -> None:
         known = self.gradients.get(source)
@@ -522,8 +535,14 @@ class Sources:
 
     def fetch_gradients(self, leaves: dict[Source, Tensor]) -> None:
         for source, leaf in leaves.items():
-            if leaf.grad is not None:
-                self.gradients[source] = self.pack(leaf.grad, for_next=True)
+            gradient = leaf.grad
+            if gradient is not None:
+                strides = self._strides.pop(source, gradient.stride())
+                if strides != gradient.stride():  # a `.grad` has its leaf's
+                    # With others, what a block makes of it would be rounded in another way.
+                    form = gradient.new_empty_strided(gradient.shape, strides)
+                    gradient = form.copy_(gradient)
+                self.gradients[source] = self.pack(gradient, for_next=True)
         leaves.clear()
 
     def clear(self) -> None:

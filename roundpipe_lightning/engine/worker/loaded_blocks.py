@@ -365,9 +365,24 @@ class ResidentBlocks:
         modules = {module: self._maker.view_of(module) for module in self._buffered[block]}
         with self._buffers.watched(modules) as buffers:
             yield buffers, attributes
+        self._note_frozen(block)
         for module, name, value in reversed(self._overwritten):  # the first write comes last
             if sum(tensor.nbytes for tensor in tensors_in(value)) <= _MOST_KEPT_BYTES:
                 attributes.append((module, {name: value}))
+
+    def _note_frozen(self, block: nn.Module) -> None:
+        """Keep what a block has said of its own parameters' `requires_grad`."""
+        for parameter in self.store.parameters_of(block):
+            trained = self._leaves[parameter].requires_grad
+            if trained is parameter.requires_grad:
+                continue
+            if self.weights is None:
+                parameter.requires_grad_(trained)
+            elif trained:  # its block's gradients have no place for it
+                raise CaptureError(
+                    f"A block makes a frozen parameter of shape {tuple(parameter.shape)} trainable "
+                    "while it runs. Do it before the step, in on_train_batch_start say."
+                )
 
     @contextmanager
     def undone(self, block: nn.Module) -> Iterator[list[str]]:
