@@ -19,6 +19,7 @@ from roundpipe_lightning.checkpoint.io import RoundPipeAsyncCheckpointIO, RoundP
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.architectures import build_model, token_data
 from tests.kit.training import Regressor, make_trainer, regression_data, same_bits
 
@@ -365,3 +366,35 @@ def test_what_was_trained_must_fit() -> None:
         load_state(module, checkpoint, strict=True)
     load_state(module, checkpoint, strict=False)
     assert torch.equal(module.get_parameter("1.weight"), torch.ones(2, 2))
+
+
+class Holder(LightningModule):
+    """Its network is a hyperparameter, as in programs whose parts a configuration makes."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*is an instance of `nn.Module`:UserWarning")
+@pytest.mark.filterwarnings("ignore::roundpipe_lightning.engine.chain.pieces.WholeBatchWarning")
+@pytest.mark.parametrize("strategy", [RoundPipeStrategy, EmulatedStrategy])
+def test_a_network_among_the_hyperparameters(tmp_path: Path, strategy: Any) -> None:
+    layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)) for _ in range(3)]
+    module = Holder(torch.nn.Sequential(*layers))
+    trainer = make_trainer(tmp_path, strategy=strategy(), max_epochs=1)
+    trainer.fit(module, regression_data())
+    path = tmp_path / "x.ckpt"
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=False)
+    found, state = saved["hyper_parameters"]["net"].state_dict(), saved["state_dict"]
+    assert all(torch.equal(found[name], state[f"net.{name}"]) for name in found)
+    assert [buffer.__dict__ for buffer in module.net.buffers()] == [{}] * 9

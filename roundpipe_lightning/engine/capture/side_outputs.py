@@ -81,6 +81,7 @@ class SideOutputs:
         self._leaves: dict[Origin, Tensor] = {}
         self._leaks: dict[Origin, tuple[str, torch.Size, torch.dtype]] = {}
         self._found: dict[Origin, Tensor] = {}
+        self._marked: list[_Mark] = []
         #: Whether `check` and `observe` have something to do.
         self.looks_at_arguments = self.looks_at_results = False
         self._marks = False
@@ -133,6 +134,7 @@ class SideOutputs:
         mark = _Mark(tensor)
         mark.place = self, self._block, self._num_functions, position
         setattr(tensor, _ORIGIN, mark)
+        self._marked.append(mark)
 
     def check(self, args: Iterable[Any]) -> None:
         """Look at what a block's function takes, also in lists, where `looks_at_arguments`."""
@@ -196,6 +198,11 @@ class SideOutputs:
         self._leaves.clear()
         self._leaks.clear()
         self._found.clear()
+        for mark in self._marked:  # buffers and what attributes hold live on, and may be pickled
+            tensor = mark()
+            if tensor is not None and tensor.__dict__.get(_ORIGIN) is mark:
+                delattr(tensor, _ORIGIN)
+        self._marked.clear()
 
     @staticmethod
     def _check_same(tensor: Tensor, leaf: Tensor) -> None:
