@@ -530,6 +530,10 @@ def test_adapters_that_peft_cannot_make_without_weights_are_refused(tmp_path: Pa
 
 @pytest.mark.soak
 def test_an_answer_is_one_object_on_standard_output(tmp_path: Path) -> None:
+    """With a torch that was built from its source, too, which is in no site-packages."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    (clone / "torch").symlink_to(Path(torch.__file__).parent)
     done = subprocess.run(
         [
             *(sys.executable, "-c", "import roundpipe_commands; roundpipe_commands.plan()"),
@@ -537,7 +541,7 @@ def test_an_answer_is_one_object_on_standard_output(tmp_path: Path) -> None:
             "model.architecture.num_hidden_layers=2",
         ],
         cwd=tmp_path,
-        env=environment(PYTHONPATH=str(Path(__file__).parents[2])),
+        env=environment(PYTHONPATH=f"{clone}:{Path(__file__).parents[2]}"),
         capture_output=True,
         text=True,
         timeout=400,

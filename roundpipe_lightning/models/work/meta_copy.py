@@ -54,6 +54,7 @@ _ENTRANCES = ("training_step", "forward")
 _INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     str(Path(__file__).parents[2]),
+    str(Path(torch.__file__).parent),  # built from its source, it may be anywhere
 )
 """Folders whose code is not the user's."""
 _LIBRARIES = frozenset({"torch", "lightning", "lightning_fabric", "lightning_utilities"})
