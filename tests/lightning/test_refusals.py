@@ -1,4 +1,6 @@
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
@@ -14,7 +16,8 @@ import roundpipe_lightning
 from roundpipe_lightning.errors import BatchError, CaptureError, ConfigurationError, PlanError
 from roundpipe_lightning.strategy.checks import register
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.kit.training import Regressor, make_trainer, regression_data
+from roundpipe_lightning.testing import EmulatedStrategy
+from tests.kit.training import Regressor, make_trainer, regression_data, same_bits
 
 
 class _Steps(Regressor):
@@ -234,40 +237,56 @@ def _freeze(module: Any) -> None:
     module.head.weight.requires_grad_(False)
 
 
+def _freeze_of_a_block(module: Any) -> None:
+    module.layers[1].inner.requires_grad_(False)
+
+
 def _exchange(module: Any) -> None:
     _thaw_a_member(module)
     _freeze(module)
 
 
-def _fit(change: Callable[[Any], None]) -> Trainer:
+def _trained(
+    change: Callable[[Any], None], strategy: Any, make_optimizer: Callable[..., Any]
+) -> LightningModule:
+    class Partly(_Partly):
+        def configure_optimizers(self) -> Any:
+            return make_optimizer([p for n, p in self.named_parameters() if "other" not in n])
+
     class Changes(Callback):
         def on_train_batch_start(self, trainer: Trainer, module: Any, *args: Any) -> None:
             if args[1] == 2:
                 change(module)
 
-    trainer = make_trainer(strategy="roundpipe", max_epochs=1, callbacks=[Changes()])
-    trainer.fit(_Partly(), regression_data())
-    return trainer
+    seed_everything(1)
+    module = Partly()
+    trainer = make_trainer(strategy=strategy, max_epochs=2, callbacks=[Changes()])
+    trainer.fit(module, regression_data())
+    return module
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "make_optimizer", [partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.AdamW]
+)
+@pytest.mark.parametrize("strategy", [RoundPipeStrategy, EmulatedStrategy])
+@pytest.mark.parametrize(
+    ("change", "warning"),
     [
-        (_add, "'scale' is trained, but no optimizer has it"),
-        (_thaw_another, r"'other.weight' is trained"),
-        (_freeze, r"'head.weight' was frozen \(requires_grad=False\)"),
-        (_exchange, r"'head.weight' was frozen"),
+        (_add, "'scale' needs a gradient, but no optimizer has it"),
+        (_thaw_another, r"'other.weight' needs a gradient"),
+        (_thaw_a_member, ""),
+        (_freeze, ""),
+        (_freeze_of_a_block, ""),
+        (_exchange, ""),
     ],
 )
-def test_what_would_be_trained_wrongly_is_refused(
-    change: Callable[[Any], None], message: str
+def test_parameters_freeze_and_thaw_in_the_middle(
+    change: Callable[[Any], None], warning: str, strategy: Any, make_optimizer: Any
 ) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        _fit(change)
-
-
-def test_what_the_optimizer_has_may_thaw() -> None:
-    assert _fit(_thaw_a_member).global_step == 4
+    expected = _trained(change, "auto", make_optimizer)
+    with pytest.warns(UserWarning, match=warning) if warning else nullcontext():
+        module = _trained(change, strategy(num_microbatches=1), make_optimizer)
+    assert same_bits(module, expected)
 
 
 def test_a_module_may_say_by_itself_what_its_parameters_are() -> None:

@@ -403,7 +403,7 @@ class TrainedParameters:
         return {id(p): p for p in parameters_in(self._module) if p.requires_grad}
 
     def check(self) -> None:
-        """Refuse parameters that came or were frozen since, unless an optimizer has them."""
+        """Warn of parameters that came or were thawed since, unless an optimizer has them."""
         trained = self._trained()
         if trained.keys() == self._seen.keys():
             return
@@ -411,19 +411,12 @@ class TrainedParameters:
         members = {id(parameter) for group in groups for parameter in group["params"]}
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._seen.keys() | members:
-                raise ConfigurationError(
-                    f"Parameter {name!r} is trained, but no optimizer has it: it was added or "
-                    "unfrozen after the optimizer was made. Make it in `configure_model` or "
-                    "`__init__`, or hand it over with optimizer.add_param_group(...)."
+                rank_zero_warn(
+                    f"Parameter {name!r} needs a gradient, but no optimizer has it: it was added "
+                    "or unfrozen after the optimizer was made, and stays as it is. To train it, "
+                    "make it in `configure_model` or `__init__`, or call add_param_group(...)."
                 )
-        for name, parameter in self._module.named_parameters():
-            if not parameter.requires_grad and id(parameter) in self._seen.keys() & members:
-                raise ConfigurationError(
-                    f"Parameter {name!r} was frozen (requires_grad=False) after the optimizer was "
-                    "made: it would stand still, while its gradient's place and its optimizer "
-                    "state stay in memory. Freeze it before `configure_optimizers`, or give it a "
-                    "learning rate of 0 in a parameter group of its own."
-                )
+                break
         self._seen = trained
 
 
