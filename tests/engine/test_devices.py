@@ -383,7 +383,7 @@ def test_each_kind_of_unequal_accelerators_is_measured(
 class _Accelerator:
     """A runtime with streams that notes what a thread does to them on another device than 3."""
 
-    has_streams, synchronizes = True, False
+    has_streams, synchronizes, has_timed_events, records_streams = True, False, False, True
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.misplaced: list[str] = []
@@ -422,7 +422,9 @@ class _Accelerator:
         self.check("new event")
         event = SimpleNamespace(query=lambda: self.check("query"), elapsed_time=lambda _: 0.0)
         default = self._stream("an event")
-        event.record = lambda stream=default: vars(event).update(synchronize=stream.synchronize)
+        event.record = lambda stream=default: vars(event).update(
+            synchronize=stream.synchronize, recorded_on=stream
+        )
         return event
 
     def lock_pages(self, _: Tensor) -> int:
@@ -476,13 +478,47 @@ def test_every_thread_works_on_the_device_of_its_worker(
     assert not runtime.misplaced
 
 
-def test_an_accelerator_without_a_wait_for_all_waits_for_its_streams(
-    accelerator: AcceleratorDevice,
+@pytest.mark.parametrize("synchronizes", [True, False])
+def test_a_step_begins_when_all_streams_are_idle(
+    accelerator: AcceleratorDevice, monkeypatch: pytest.MonkeyPatch, synchronizes: bool
 ) -> None:
-    accelerator.copy(torch.zeros(2), torch.ones(2), queue=CopyQueue.UPLOAD)
-    accelerator.synchronize()
+    """Also on an accelerator that has no wait for all."""
     runtime: Any = accelerator.runtime
-    assert runtime.waited == ["compute", "copies"]
+    runtime.synchronizes = synchronizes
+    monkeypatch.setattr(torch.accelerator, "synchronize", runtime.waited.append)
+    accelerator.copy(torch.zeros(2), torch.ones(2), queue=CopyQueue.UPLOAD)
+    accelerator.start_clock()
+    everything = [accelerator.torch_device] if synchronizes else ["compute", "copies"]
+    assert runtime.waited == everything
+    assert not runtime.misplaced
+
+
+def test_the_time_of_a_mark_is_asked_when_it_has_come(accelerator: AcceleratorDevice) -> None:
+    runtime: Any = accelerator.runtime
+    runtime.has_timed_events = True
+    accelerator.await_mark(runtime._stream("a mark"))
+    assert runtime.waited == ["a mark"]
+    assert not runtime.misplaced
+
+
+@pytest.mark.parametrize("records_streams", [True, False])
+def test_memory_is_filled_and_used_again_in_the_order_of_compute(
+    accelerator: AcceleratorDevice, monkeypatch: pytest.MonkeyPatch, records_streams: bool
+) -> None:
+    """The allocator hears that compute uses it, or else uploads wait for what may use it still."""
+    runtime: Any = accelerator.runtime
+    runtime.records_streams = records_streams
+    used_by: list[object] = []
+    made = SimpleNamespace(record_stream=used_by.append)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: made)
+    given: object = accelerator.empty(torch.Size([2]), torch.float32)
+    assert given is made
+    if records_streams:
+        assert used_by == [accelerator._compute]
+        assert not runtime.waited
+    else:
+        (marked,) = runtime.waited
+        assert marked.recorded_on is accelerator._compute
     assert not runtime.misplaced
 
 

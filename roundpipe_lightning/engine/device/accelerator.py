@@ -286,9 +286,9 @@ class AcceleratorDevice(Device):
             # Compute launched so far may still use the memory: uploads wait for that.
             with self.activate():
                 tensor = torch.empty(shape, dtype=dtype, device=self.torch_device)
-            if self.runtime.has_streams:
-                upload = self._stream(CopyQueue.UPLOAD)
-                self._let_wait(upload, self.mark_event("memory is free"))
+                if self.runtime.has_streams:
+                    upload = self._stream(CopyQueue.UPLOAD)
+                    self._let_wait(upload, self.mark_event("memory is free"))
             return tensor
         compute = self._compute
         with _on(self._stream(CopyQueue.UPLOAD)):
@@ -323,10 +323,8 @@ class AcceleratorDevice(Device):
     @staticmethod
     def _let_wait(stream: Any, event: Event) -> None:
         issued = event.issued()
-        if isinstance(issued, StreamEvent):
+        if isinstance(issued, StreamEvent):  # others have happened when they are known
             stream.wait_event(issued.raw)
-        else:
-            issued.wait()
 
     def mark_event(self, name: str) -> Event:
         if not self.runtime.has_streams:

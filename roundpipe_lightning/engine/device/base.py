@@ -94,14 +94,11 @@ class Device(ABC):
 
     def _received(self, tensor: Tensor, source: Device) -> Tensor:
         if source.shares_host_memory:
-            return self.upload(tensor, wait=self._await_made)
+            # The host waits: user code may write into the source next, a weight of a manual step.
+            return self.upload(tensor, wait=lambda event: event.wait())
         if tensor.layout is not torch.strided:
             return self.upload(source.download(tensor))
         return self._copied(tensor, after=[source.mark_event("a tensor is made")])
-
-    def _await_made(self, event: Event) -> None:
-        self.await_event(event)
-        event.wait()  # user code may write into the source next: a weight of a manual step
 
     def _copied(
         self,
