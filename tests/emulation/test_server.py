@@ -18,7 +18,7 @@ from roundpipe_lightning.emulation.timing import ComputeQueue, EmulatedTiming, H
 from roundpipe_lightning.engine.device.base import CopyQueue, CpuDevice
 from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.device.threads import Countdown
-from roundpipe_lightning.engine.transfer.copy_queue import Job
+from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import (
@@ -497,6 +497,24 @@ def test_what_is_brought_from_the_host_may_change_there_at_once(
         device.pin(source)  # else the copy itself stops the host
         device.bring(source, CpuDevice())
         assert [event.is_done for event in copies] == [True]
+
+
+def test_a_copy_begins_after_what_it_waits_for_however_late_its_thread_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with EmulatedServer(1, timing=EmulatedTiming(copy_seconds=0.01)) as server:
+        (device,) = server.devices
+        slot = device.allocate(4)
+        monkeypatch.setattr(server.host, "now", lambda: time.perf_counter() - 100)
+        queue = TransferQueue(device, DOWN, on_failure=lambda *_: None, name="download queue")
+        monkeypatch.setattr(device.compute, "_end", computed := time.perf_counter() + 0.02)
+        mark = device.mark_event("computed")
+        pieces = [(torch.empty(4, dtype=torch.uint8), slot)]
+        event = queue.submit(Job(name="x", priority=Priority.WEIGHTS, pieces=pieces, after=[mark]))
+        event.wait()
+        queue.close()
+        landed: Any = event.issued()
+        assert landed.await_seconds() >= computed + 0.01
 
 
 def test_a_timeline_knows_that_actions_wait_for_their_weights() -> None:

@@ -335,6 +335,21 @@ def test_copies_that_the_optimizer_has_written_are_not_cast_again() -> None:
     optimizer.close()
 
 
+def test_a_step_writes_into_a_parameter_when_uploads_have_read_it() -> None:
+    module: Any = Regressor(1)
+    store, weight = HostStore(module, list(module.layers)), module.layers[0].inner.weight
+    before, (_, end_upload) = weight.detach().clone(), store.versions.begin_reading()
+    writer = threading.Thread(target=store.rewrite, args=(weight, torch.zeros_like(weight)))
+    writer.start()
+    writer.join(0.1)
+    waits = torch.equal(weight, before)
+    end_upload()
+    writer.join(60)
+    store.close()
+    assert waits
+    assert not weight.any()
+
+
 def test_a_write_of_the_step_is_cast_before_anybody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = Regressor(1)
     store = HostStore(module, list(module.layers), upload_dtype=torch.bfloat16)

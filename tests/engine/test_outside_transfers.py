@@ -18,13 +18,14 @@ from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES
 from roundpipe_lightning.engine.store.block_layout import Layouts
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority, TransferQueue
-from roundpipe_lightning.engine.transfer.gradient_downloads import HostSums
+from roundpipe_lightning.engine.transfer.gradient_downloads import HostSums, OutsideSums
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.transfer.weight_prefetch import (
     OutsideUses,
     StageRun,
     WeightPrefetcher,
 )
+from roundpipe_lightning.engine.transfer.worker_transfers import Transfers
 from roundpipe_lightning.planning.schedule.stages import Partition, Stage
 from tests.kit.engine import (
     WIDTH,
@@ -365,6 +366,41 @@ def test_compute_waits_where_much_has_landed_that_is_not_summed_up(
     with engine_of(module, stack, plan, devices=emulated_workers(1)) as engine:
         mean_step(engine, regression_batches(1))
     assert 0 < len(early) < 7
+
+
+def test_gradients_outside_the_blocks_wait_on_the_host_for_those_before() -> None:
+    """A device holds those of two stage runs at most."""
+    module, gate = nn.ModuleList([nn.Linear(8, 8)]), HostEvent("the bus is free")
+    (weight, bias), (device,) = module.parameters(), EmulatedServer(1).devices
+    store, landed = HostStore(module, list(module)), list[nn.Parameter]()
+    transfers = Transfers(store, devices=[device], names={module[0]: "0"})
+    (one,) = transfers.transfers
+    assert one is not None
+    submit = one.downloads.submit
+
+    def held_up(job: Job) -> Event:
+        job.after = (*job.after, gate)
+        return submit(job)
+
+    one.downloads.submit = held_up  # type: ignore[method-assign]
+
+    def send(parameter: nn.Parameter) -> None:
+        sums = OutsideSums()
+        sums.add({parameter: device.upload(torch.ones_like(parameter))}, {})
+        one.gradients.send_outside(sums, landed=landed.extend, can_add_rows=lambda parameter: False)
+
+    send(weight)
+    second = threading.Thread(target=send, args=[bias])
+    second.start()
+    second.join(0.2)
+    waits = second.is_alive()
+    gate.set()
+    second.join(60)
+    assert one.drain(60)
+    transfers.close()
+    store.close()
+    assert waits
+    assert landed == [weight, bias]
 
 
 def test_gradients_land_in_memory_that_is_used_again() -> None:

@@ -215,6 +215,7 @@ class TransferQueue:
         dst, src = chunk
         if self.queue is CopyQueue.UPLOAD and not job.is_direct:
             src = _page_locked(src, self.device)
+        # `after` has happened, or failed: that raises here. Emulated time counts from it.
         event = self.device.copy(dst, src, queue=self.queue, after=job.after)
         self._in_flight.append(_Chunk(job=job, event=event, dst=dst, src=src, is_last=is_last))
         if is_last:
