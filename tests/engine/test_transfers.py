@@ -207,6 +207,7 @@ def test_a_failing_copy_is_told_once_and_releases_everybody(where: str) -> None:
         if where == "chunk":
             device.await_given(MOST_IN_FLIGHT)  # after the error no more are given
             device.make(error=RuntimeError("the bus is gone"))
+            assert not queue.drain(timeout_seconds=0.1)  # others are in flight
             device.make(MOST_IN_FLIGHT - 1)  # awaited before their memory is used again
         for event in events:
             with pytest.raises(StepAborted):
