@@ -295,6 +295,25 @@ def test_compute_waits_for_a_block_that_stays_though_an_earlier_run_has_uploaded
         transfers.end_step()
 
 
+def test_a_block_is_uploaded_when_it_has_been_updated() -> None:
+    module, update = nn.ModuleList([Many(2)]), HostEvent("the update of the block")
+    stage = Stage(kind=StageKind.BACKWARD, index=0, blocks=range(1))
+    run = StageRun(stage=stage, blocks=tuple(module), wanted=tuple(module))
+    with transfers_of(module) as transfers:
+        transfers.store.updates = dict.fromkeys(module.parameters(), update)
+        transfers.begin_step(WorkerRuns(runs=(run,), num_slots=1, resident=()))
+        waits = not transfers.uploads.drain(timeout_seconds=0.2)
+        for parameter in module.parameters():
+            parameter.data.fill_(3.0)
+        update.set()
+        acquired = transfers.weights.acquire(stage, run.blocks)
+        acquired.events.pop(run.blocks[0]).wait()
+        assert waits
+        leaves = acquired.regions[run.blocks[0]].leaves().values()
+        assert all(leaf.unique().item() == 3.0 for leaf in leaves)
+        transfers.end_step()
+
+
 def test_uploads_wait_for_what_a_step_that_was_given_up_has_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
