@@ -132,7 +132,7 @@ class RecordFiles:
                 if part in found:
                     raise ConfigurationError(
                         f"data files: {part} is named twice. Name it once; its weight says how "
-                        f"many times its records come in an epoch, such as {{{part}: 2}}."
+                        f"many times its records come in an epoch: data.files={{{part}: 2}}."
                     )
                 found[part] = weight
         return found
