@@ -15,7 +15,7 @@ the module     as before the step ───────────────�
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -104,10 +104,13 @@ class ParameterWrites:
         self._given: list[tuple[nn.Parameter, Tensor, int]] = []  # with their versions
         self._replaced: list[tuple[nn.Parameter, Tensor]] = []  # with their memory before
 
-    def note(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
+    def note(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Tensor | None:
         """Look at a function before it is called; return what it gives, if it was called here."""
         if self.is_watched and _writes(getattr(func, "__name__", "")):
-            given = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+            first = next(iter((*args, *kwargs.values())), ())  # those of `nn.init` come by name
+            given = first if isinstance(first, (list, tuple)) else (first,)
             self._written += [self._leaf(p) for p in given if isinstance(p, nn.Parameter)]
             return None
         if type(func) is not types.MethodWrapperType or not isinstance(args[0], nn.Parameter):
@@ -160,5 +163,6 @@ def refuse_write(name: str) -> NoReturn:
         "the optimizer: into a copy of it, or several times. Write outside the blocks with "
         "RoundPipeStrategy(microbatching='blocks', update='exact'), which runs the step once; or "
         "when no step runs, in a callback or on_train_batch_end (moving averages: "
-        "lightning.pytorch.callbacks.WeightAveraging); or make what a step changes a buffer."
+        "lightning.pytorch.callbacks.WeightAveraging); or make what a step changes a buffer. A "
+        "block that writes in its first call alone (S4, ActNorm) may be called in on_fit_start."
     )

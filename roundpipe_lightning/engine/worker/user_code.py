@@ -347,7 +347,7 @@ class UserCode(TorchFunctionMode):
         """
         self._resident, self._gathers = resident, gathers and self._crosses
         outer, stream = self._parameter_writes, self.stream
-        self._parameter_writes = inner = ParameterWrites(is_watched=self._crosses)
+        self._parameter_writes = inner = ParameterWrites(is_watched=True)
         if stream is not None:
             stream.begin_block(number)
         try:
@@ -404,7 +404,7 @@ class UserCode(TorchFunctionMode):
         """Call a torch function as the code that runs, in a block or outside, is to see it."""
         resident, outputs = self._resident, self.side_outputs
         if self._parameter_writes.is_watched or type(func) is MethodWrapperType:
-            values = self._parameter_writes.note(func, args)
+            values = self._parameter_writes.note(func, args, kwargs)
             if values is not None:
                 return values
         answer: Any = NotImplemented
