@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.engine.device.base import CpuDevice
-from roundpipe_lightning.engine.device.events import Event, HostEvent
+from roundpipe_lightning.engine.device.events import Event, HostEvent, StepAborted
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.copy_queue import Job
@@ -312,6 +312,13 @@ def test_a_block_is_uploaded_when_it_has_been_updated() -> None:
         leaves = acquired.regions[run.blocks[0]].leaves().values()
         assert all(leaf.unique().item() == 3.0 for leaf in leaves)
         transfers.end_step()
+
+
+def test_compute_does_not_go_on_with_an_upload_that_was_given_up() -> None:
+    event = HostEvent("weights")
+    event.abort()
+    with transfers_of(nn.ModuleList([Many(2)])) as transfers, pytest.raises(StepAborted):
+        transfers.await_event(event, WaitedFor.WEIGHTS)
 
 
 def test_uploads_wait_for_what_a_step_that_was_given_up_has_computed(
