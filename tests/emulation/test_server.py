@@ -499,6 +499,21 @@ def test_what_is_brought_from_the_host_may_change_there_at_once(
         assert [event.is_done for event in copies] == [True]
 
 
+def test_a_step_has_ended_when_its_device_is_idle() -> None:
+    """Also where nothing of what was computed last goes to the host."""
+    with (
+        EmulatedServer(1) as server,
+        engine_for(Regressor(2), num_microbatches=1, devices=server.devices) as engine,
+    ):
+
+        def skip(view: Any, batch: Any, index: int) -> None:
+            view(batch[0])
+            server.launch(0.3)
+
+        mean_step(engine, regression_batches(1), call=skip)
+        assert server.devices[0].compute.spans[-1][1] <= time.perf_counter()
+
+
 def test_a_copy_begins_after_what_it_waits_for_however_late_its_thread_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,6 +3,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.device.events import Event, HostEvent, StepAborted
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.engine.transfer.copy_queue import Job
+from roundpipe_lightning.engine.transfer.copy_queue import Job, Priority
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageRun
 from roundpipe_lightning.engine.transfer.worker_transfers import (
@@ -133,6 +134,52 @@ def test_tensors_threads_and_bytes_do_not_grow() -> None:
                 assert engine.staging_bytes < 40 * PAGE_BYTES, "what can be in flight at once"
     assert len(seen) == 1
     assert max(tensors) - min(tensors) < 15, "one a step; a thread may hold its last"
+
+
+class TimedDevice(MemoryDevice):
+    """Knows a mark's time only when somebody has waited for it, or for a later one."""
+
+    num_marks = num_awaited = 0
+
+    def mark(self) -> tuple[int, float]:
+        self.num_marks += 1
+        return self.num_marks, perf_counter()
+
+    def await_mark(self, mark: tuple[int, float]) -> None:
+        self.num_awaited = max(self.num_awaited, mark[0])
+
+    def seconds(self, mark: tuple[int, float]) -> float:
+        assert mark[0] <= self.num_awaited
+        return mark[1] - self._clock_start
+
+
+def test_times_are_asked_when_they_have_come() -> None:
+    module, devices = Regressor(3), [TimedDevice(index) for index in range(2)]
+    with engine_for(module, num_microbatches=2, devices=devices) as engine:
+        for _ in range(2):
+            assert mean_step(engine, regression_batches(2)).timeline.makespan_seconds > 0
+
+
+def test_memory_is_not_used_again_before_copies_of_a_step_that_was_given_up_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, copied = nn.ModuleList([Many(2)]), HostEvent("the bus")
+    store = HostStore(module, list(module))
+    everybody = Transfers(store, devices=[MemoryDevice()], names={module[0]: "0"})
+    monkeypatch.setattr(MemoryDevice, "copy", lambda *_, **__: copied)
+    [transfers] = everybody.transfers
+    assert transfers is not None
+    pieces = [(torch.empty(8), torch.ones(8))]
+    transfers.uploads.submit(Job(name="x", priority=Priority.WEIGHTS, pieces=pieces)).issued()
+    end = threading.Thread(target=everybody.end, kwargs={"failed": True, "grace_seconds": 60.0})
+    end.start()
+    end.join(0.2)
+    waits = end.is_alive()
+    copied.set()
+    end.join(60)
+    everybody.close()
+    store.close()
+    assert waits
 
 
 class CountedOperations(TorchDispatchMode):
