@@ -95,7 +95,7 @@ class PipelineRuntime:
         is_stale: Whether a step computes with the values from before the last update.
         defers_update: Whether the optimizer's step after the present batch may wait for its end.
         watch: Knows who looks at parameters; None where nothing is overlapped.
-        spent: Parameters whose gradients belong to a step that was submitted.
+        spent: Parameters whose gradients belong to a step that was made or submitted.
         in_flight: The batch whose gradients are still to come.
 
     Raises:

@@ -135,6 +135,46 @@ def test_gradients_between_the_batches_of_a_window(
     torch.testing.assert_close(many.seen, one.seen)
 
 
+class _Holds(Regressor):
+    """Counts its gradients before and in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_before: list[int] = []
+        self.num_within: list[int] = []
+        self.parts = {"whole": self.parameters}  # not those of a microbatch's view
+
+    def _num_held(self) -> int:
+        return sum(parameter.grad is not None for parameter in self.parts["whole"]())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.num_before.append(self._num_held())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.num_within.append(self._num_held())
+        return super().training_step(batch, batch_idx)
+
+
+class _Keeps(_Holds):
+    """Lets some gradients stay for the next step."""
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        self.head.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
+@pytest.mark.parametrize("make", [_Holds, _Keeps])
+def test_gradients_of_two_steps_are_held_only_where_they_are_wanted(
+    kind: type[RoundPipeStrategy], make: type[_Holds]
+) -> None:
+    strategies = ["auto", kind(num_microbatches=2, microbatching="step", dry_run=False)]
+    (one, _), (many, _) = train_with(strategies, make, max_steps=3)
+    assert many.num_before == one.num_before
+    assert any(many.num_before)
+    assert any(many.num_within) is (make is _Keeps)
+    assert parameter_error(many, one) < 1e-5
+
+
 def test_parameters_without_a_gradient_keep_none() -> None:
     class Partial(Regressor):
         def __init__(self) -> None:

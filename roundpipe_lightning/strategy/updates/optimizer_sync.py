@@ -167,11 +167,18 @@ class OptimizerSync:
             result = make(closure_then)
             if self._runtime.updater is not None:
                 self._runtime.updater.stepped_whole()
+            self._note_spent(optimizer)
             return result
         with self._begun(optimizer), self._submitting(optimizer):
             result = make(closure_then)
         self._num_steps += 1
         return result
+
+    def _note_spent(self, optimizer: Optimizer) -> None:
+        """Let the next batch's gradients take the place of those that were stepped with."""
+        if not parameter_watch.reads_before_zeroing(self._trainer):
+            members = (p for group in optimizer.param_groups for p in group["params"])
+            self._runtime.spent = list(members)
 
     def _is_separable(self, optimizer: Optimizer) -> bool:
         if not self._overlaps or has_hooks(optimizer):
@@ -301,9 +308,7 @@ class OptimizerSync:
             is_kept = self._watch.views_are_kept()
             clip, self._clip = self._clip, None
             self._stepped_early = updater.submit(optimizer, clip=clip)
-            if not parameter_watch.reads_before_zeroing(self._trainer):
-                members = (p for group in optimizer.param_groups for p in group["params"])
-                self._runtime.spent = list(members)
+            self._note_spent(optimizer)
             if is_kept:
                 self._warn(
                     "Somebody keeps a view of a parameter (`parameter.data`, or `state_dict()` "
