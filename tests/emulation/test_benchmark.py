@@ -61,7 +61,7 @@ def test_measured_beside_simulated(benchmark: ModuleType, tmp_path: Path) -> Non
     assert row["optimizer"]["exact_step_ms"] > 0
     blocks = row["blocks"]
     assert blocks["measured_makespan_ms"] >= 0.97 * blocks["simulated_makespan_ms"]
-    assert blocks["simulated_ratio"] > 1.1  # the tail segment of both microbatches on one device
+    assert blocks["simulated_ratio"] > 1.05  # the tail segment of both microbatches on one device
     text = benchmark.format_text({"models": {"tiny": row}})
     assert f"measured {blocks['measured_ratio']:.3f}" in text
     assert "updates of 0.5 steps: none" in text

@@ -169,6 +169,7 @@ _seconds = st.floats(min_value=0.01, max_value=5.0, allow_nan=False)
 @given(
     st.lists(st.tuples(_seconds, _seconds), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS),
     st.integers(1, 4),
+    st.sampled_from([(), (1.0, 0.5, 0.4, 0.4)]),
     st.integers(1, 3),
     st.integers(1, 2),
     st.sampled_from([1e30, 30.0]),
@@ -179,6 +180,7 @@ _seconds = st.floats(min_value=0.01, max_value=5.0, allow_nan=False)
 def test_the_engine_runs_random_plans_with_unchanged_results(
     durations: list[tuple[float, float]],
     num_workers: int,
+    speeds: tuple[float, ...],
     num_microbatches: int,
     num_batches: int,
     link: float,
@@ -186,7 +188,7 @@ def test_the_engine_runs_random_plans_with_unchanged_results(
     recompute: tuple[RecomputePolicy, ...] | None,
     emulated: bool,
 ) -> None:
-    """One or two slots for weights, blocks that stay, teams, rounds, and every recompute."""
+    """One or two slots for weights, blocks that stay, teams, speeds, rounds, every recompute."""
     module = Regressor(NUM_BLOCKS, make_block=Attention)
     stack = layers_of(module)
     blocks = tuple(
@@ -212,6 +214,7 @@ def test_the_engine_runs_random_plans_with_unchanged_results(
         request=PlanningRequest(
             num_microbatches=num_microbatches,
             num_batches=num_batches,
+            speeds=speeds[:num_workers],
             hints=PartitionHints(recompute=recompute),
             effort=Effort(num_actions=20_000),
         ),

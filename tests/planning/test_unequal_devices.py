@@ -40,12 +40,16 @@ def planned(
     return plan_training(uniform_profile(24), hardware=spec, request=request)
 
 
-@pytest.mark.suite("speeds0-24-0-1-0.05", "speeds2-12-3-1-0.05", "speeds3-6-1-3-0.1")
+@pytest.mark.suite(
+    "speeds0-24-0-1-0.05", "speeds2-16-8-1-0.05", "speeds4-12-3-1-0.05", "speeds5-6-1-3-0.1"
+)
 @pytest.mark.parametrize(
     ("speeds", "count", "team", "batches", "most_idle"),
     [
         ((1.0,) * 4 + (0.5,) * 4, 24, 0, 1, 0.05),  # any team: microbatches are dealt by speed
-        ((1.0,) * 4 + (0.5,) * 4, 16, 0, 1, 0.05),  # stages are: microbatches do not divide
+        ((1.0,) * 4 + (0.5,) * 4, 16, 0, 1, 0.05),  # they do not divide by speed
+        ((1.0,) * 4 + (0.5,) * 4, 16, 8, 1, 0.05),  # a team of eight
+        ((1.0,) * 4 + (0.5,) * 4, 16, 4, 1, 0.06),  # two teams, with a pipeline to fill
         ((1.0, 0.5, 0.5), 12, 3, 1, 0.05),  # a team of three
         ((1.0, 0.5, 0.5), 6, 1, 3, 0.1),  # stages by speed, a stream
     ],

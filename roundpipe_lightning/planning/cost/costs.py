@@ -319,8 +319,7 @@ class Evaluator:
         backward_upload_seconds: The same for FUSED and BACKWARD stages, whose uploads may share the
             host's memory with gradients on their way back.
         team_size: Pipelines beside each other.
-        pipelines: Speeds of the workers of each pipeline and its microbatches of each round, where
-            workers are unequal; the slowest one counts. Empty: all are as above, of speed 1.
+        speeds: Of the workers, where they are unequal. Empty: 1.
         joined: Microbatches of the batch whose tail segment runs once, as in `Partition`; 0: none.
         pipeline_share: Part of the pipeline that a step is longer by, because transfers and the
             pipeline hinder each other; of steps that the host limits the quicker pipeline is best.
@@ -337,7 +336,7 @@ class Evaluator:
     recompute: RecomputePolicy = RecomputePolicy.FULL
     team_size: int = 1
     host: HostCosts = field(default_factory=HostCosts)
-    pipelines: tuple[tuple[tuple[float, ...], tuple[int, ...]], ...] = ()
+    speeds: tuple[float, ...] = ()
     pipeline_share: float = 0.0
     joined: int = 0
 
@@ -372,17 +371,11 @@ class Evaluator:
 
     def makespans(self, table: PartitionTable) -> Floats:
         """Return the pipeline's part: of one step, or from one to the next where it goes on."""
-        pipelines = self.pipelines or (((1.0,) * self.num_workers, self.rounds),)
         parts = [table[first : first + _CHUNK] for first in range(0, len(table), _CHUNK)]
-        chunks = [
-            np.max([self._makespans(part, *pipeline) for pipeline in pipelines], axis=0)
-            for part in parts
-        ]
-        return np.concatenate(chunks) if chunks else np.zeros(0)
+        return np.concatenate([self._makespans(part) for part in parts]) if parts else np.zeros(0)
 
-    def _makespans(
-        self, table: PartitionTable, speeds: tuple[float, ...], rounds: tuple[int, ...]
-    ) -> Floats:
+    def _makespans(self, table: PartitionTable) -> Floats:
+        rounds, speeds = self.rounds, self.speeds or (1.0,) * self.num_workers
         recompute, compute = self._durations(table)
         upload = self._upload_durations(table)
         present = table.is_stage.T
@@ -397,8 +390,6 @@ class Evaluator:
         before, once = upload[table.first, rows], np.zeros(len(table))
         slowness = 1.0 / np.asarray([*speeds, 1.0])
         for index, round_size in enumerate(rounds * (2 if self.host.goes_on else 1)):
-            if round_size == 0:
-                continue
             if index == len(rounds):
                 once, before = free.max(axis=0) - before, free.max(axis=0)
             places = np.arange(round_size, dtype=np.float64)[:, None]

@@ -12,10 +12,10 @@ worker 1:       X0.0  X0.1       F0.2 F0.3            B1.2 B1.3
 ```
 
 Unequal workers: stages of one worker each are as large as its speed asks for; within a team each
-member gets microbatches by its speed (`PipelineConfig.teams`, `members`).
+member gets microbatches by its speed.
 
 With teams of T, the workers 0..T-1 take the place of worker 0, T..2T-1 that of worker 1, and so on;
-microbatch j of a round goes to the team's member j mod T.
+microbatch j of a round goes to the team's member j mod T, where they are equal.
 
 A batch of a stream begins with the worker after the one that ended the batch before
 (docs/engine.md, batches in flight). A plan has the schedule of the first batch; the others run it
@@ -25,9 +25,9 @@ with the workers' numbers moved on. What stays on a worker stays there.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,13 @@ from typing import Any
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.planning.schedule.schedule import Action, Schedule, validate_schedule
-from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy, check_partition
+from roundpipe_lightning.planning.schedule.stages import (
+    Partition,
+    RecomputePolicy,
+    Stage,
+    StageKind,
+    check_partition,
+)
 
 FORMAT_VERSION = 3
 """Version of the saved form; a file of another version is refused."""
@@ -44,6 +50,8 @@ _ROUND_THE_WORKERS = Schedule(workers=())
 
 _COUNTS = ("num_workers", "num_microbatches", "team_size", "round_size")
 _CHOICES = ("joined", "like_teams")
+
+_BACKWARD_WORK = 3  # times that of a forward pass: a recompute, and twice the work of one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,28 +106,17 @@ class PipelineConfig:
                 return tuple(tuple(workers[t::count]) for t in range(count))
         return tuple(tuple(workers[t * size : (t + 1) * size]) for t in range(count))
 
-    def members(self, round_size: int, num_workers: int) -> tuple[int, ...]:
-        """Return which member of its team runs each microbatch of a round.
+    def most_of(self, team: Sequence[int], round_size: int) -> list[int]:
+        """Return how many microbatches of a round each worker of a team runs, at most.
 
-        Shares follow the speeds of the pipelines; equal ones take turns.
+        It is the share of the round that its speed is of the team's, rounded up.
         """
-        if not self.speeds:
-            return tuple(place % self.team_size for place in range(round_size))
-        pipelines = [
-            sum(self.speeds[worker] for worker in workers)
-            for workers in zip(*self.teams(num_workers), strict=True)
-        ]
-        counts = [0] * self.team_size
-        found = []
-        for _ in range(round_size):
-            ends = [(n + 1) / speed for n, speed in zip(counts, pipelines, strict=True)]
-            member = ends.index(min(ends))
-            counts[member] += 1
-            found.append(member)
-        return tuple(found)
+        speeds = [self.speeds[worker] for worker in team] if self.speeds else [1.0] * len(team)
+        return [math.ceil(round(round_size * speed / sum(speeds), 9)) for speed in speeds]
 
     def most_members(self, num_workers: int) -> int:
-        return max(Counter(self.members(self.round_size, num_workers)).values())
+        teams = self.teams(num_workers)
+        return max(most for team in teams for most in self.most_of(team, self.round_size))
 
     def with_stages(
         self, partition: Partition, *, resident: tuple[tuple[int, ...], ...] = ()
@@ -345,19 +342,41 @@ def schedule_of(layout: PipelineLayout, *, num_workers: int) -> Schedule:
     """Lay a layout's stages round the workers."""
     teams = layout.teams(num_workers)
     rows: list[list[Action]] = [[] for _ in range(num_workers)]
+    work = [0.0] * num_workers  # of each worker so far
     first = turn = 0
     for size in split_rounds(layout.num_microbatches, round_size=layout.round_size):
-        members = layout.members(size, num_workers)
         for stage in layout.partition.stages():
             team = teams[turn % len(teams)]
             turn += 1
-            for microbatch, member in enumerate(members, start=first):
+            workers = _deal(layout, stage, round_size=size, team=team, work=work)
+            for microbatch, worker in enumerate(workers, start=first):
                 action = Action(
-                    kind=stage.kind, stage=stage.index, microbatch=microbatch, worker=team[member]
+                    kind=stage.kind, stage=stage.index, microbatch=microbatch, worker=worker
                 )
-                rows[action.worker].append(action)
+                rows[worker].append(action)
         first += size
     return Schedule(workers=tuple(map(tuple, rows)))
+
+
+def _deal(
+    layout: PipelineLayout, stage: Stage, *, round_size: int, team: Sequence[int], work: list[float]
+) -> Iterator[int]:
+    """Yield which worker of a team runs each microbatch of a round; add that to its work.
+
+    Equal ones take turns. Of unequal ones whoever then ends first with all that it was given, so
+    that what a share is rounded by is made up for in later stages.
+    """
+    if not layout.speeds:
+        yield from (team[place % len(team)] for place in range(round_size))
+        return
+    size = len(stage.blocks) * (1 if stage.kind is StageKind.FORWARD else _BACKWARD_WORK) or 1
+    each = {worker: size / layout.speeds[worker] for worker in team}
+    left = dict(zip(team, layout.most_of(team, round_size), strict=True))
+    for _ in range(round_size):
+        worker = min(filter(left.get, team), key=lambda worker: work[worker] + each[worker])
+        left[worker] -= 1
+        work[worker] += each[worker]
+        yield worker
 
 
 def split_rounds(num_microbatches: int, *, round_size: int) -> tuple[int, ...]:

@@ -307,18 +307,15 @@ class Case:
         hop = self.step.hop
         if hop is None:
             hop = hop_seconds(hardware, self.footprint.boundary_bytes, route=quickest)
-        pipelines: list[tuple[tuple[float, ...], tuple[int, ...]]] = []
-        if config.speeds:
-            teams, count = config.teams(hardware.num_devices), hardware.num_devices
-            shares = [config.members(size, count) for size in rounds]
-            pipelines = [
-                (tuple(config.speeds[w] for w in workers), tuple(s.count(member) for s in shares))
-                for member, workers in enumerate(zip(*teams, strict=True))
-            ]
+        shares = tuple(-(-size // config.team_size) for size in rounds)
+        # What a share is rounded by is made up for in later stages, where speeds differ.
+        exact = sum(shares) * config.team_size / config.num_microbatches
+        teams = config.teams(hardware.num_devices) if config.speeds else ()
+        speeds = (sum(config.speeds[worker] for worker in team) / len(team) for team in teams)
         return Evaluator(
             profile=self.profile,
             num_workers=hardware.num_devices // config.team_size,
-            rounds=tuple(-(-size // config.team_size) for size in rounds),
+            rounds=shares,
             hop_seconds=hop,
             recompute_start=self.request.recompute_start,
             forward_upload_seconds=forward,
@@ -327,7 +324,7 @@ class Case:
             recompute=config.recompute,
             team_size=config.team_size,
             host=self.step.host,
-            pipelines=tuple(dict.fromkeys(pipelines)),
+            speeds=tuple(exact * speed for speed in speeds),
             pipeline_share=_PIPELINE_SHARE,
             joined=config.round_size if config.joined else 0,
         )

@@ -205,7 +205,7 @@ class PartitionSearch:
             generation = _CHILDREN * stages * sum(self.evaluator.rounds)
             most = min(max(4, self.effort.num_actions // generation), self.effort.num_generations)
             # Unequal workers' stages are as long as the workers are fast, and in no order.
-            in_order = not (self.evaluator.pipelines or self.evaluator.profile.cuts)
+            in_order = not (self.evaluator.speeds or self.evaluator.profile.cuts)
             for ordered in (True, False) if in_order else (False,):
                 self._evolve(most // 2, children, in_order=ordered)
         return self._fitting(count)
