@@ -347,6 +347,38 @@ def test_a_write_into_a_block_is_refused(
         assert not differences(module, mean_step(engine, batches), wanted)
 
 
+def _new_parameter(block: Any) -> None:
+    block.outer.weight = nn.Parameter(block.outer.weight.detach() * 0.5)
+
+
+def _another_name(block: Any) -> None:
+    block.scale = nn.Parameter(torch.ones(()))
+
+
+def _new_module(block: Any) -> None:
+    block.outer = nn.Linear(2 * WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("devices", [emulated_workers, cpu_workers])
+@pytest.mark.parametrize("change", [_new_parameter, _another_name, _new_module])
+def test_a_block_that_makes_a_parameter_is_refused(
+    change: Callable[[Any], None], devices: Any
+) -> None:
+    class Making(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.same = self.outer
+            self.outer.weight = self.outer.weight
+            change(self)
+            return super().forward(x)
+
+    module = Regressor(2, make_block=Making)
+    with (
+        engine_for(module, devices=devices(2)) as engine,
+        pytest.raises(ConfigurationError, match="to a new parameter, or to a module with some"),
+    ):
+        mean_step(engine, regression_batches(3))
+
+
 @pytest.mark.parametrize("devices", [emulated_workers, cpu_workers])
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_by_every_microbatch_is_refused(write: Callable[[Any], None], devices: Any) -> None:

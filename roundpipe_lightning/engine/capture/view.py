@@ -259,6 +259,7 @@ class View:
             return
         for table in _TABLES:
             if name in own[table]:
+                own["_maker"].check_entry(name, value)
                 own[table][name] = value
                 return
         descriptor = getattr(type(self), name, None)
@@ -497,6 +498,8 @@ class ViewMaker:
     # called when an attribute was written on a view: with the original, the name and the value, or
     # DELETED
     write: Callable[[nn.Module, str, Any], None] = write_through
+    # may refuse what is put in the place of a parameter, a buffer or a module
+    check_entry: Callable[[str, Any], None] = lambda name, value: None
     is_fixed: bool = False  # whether what stands for a parameter stays the same
 
     def __post_init__(self) -> None:
@@ -572,7 +575,7 @@ class ViewMaker:
         self._stand_ins.clear()
         self._to_stand_in.clear()
         self.classes.hand_on()
-        del self.parameter, self.buffer, self.write
+        del self.parameter, self.buffer, self.write, self.check_entry
 
     def fill(self, view: Any, module: nn.Module) -> None:
         """Give an empty object what makes it a view: tables and shared attributes."""

@@ -25,6 +25,7 @@ from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.capture.view import (
     DELETED,
     LazyTable,
+    View,
     ViewClasses,
     ViewMaker,
     put,
@@ -41,7 +42,7 @@ from roundpipe_lightning.engine.store.block_layout import (
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageWeights
-from roundpipe_lightning.errors import CaptureError, StepModeError
+from roundpipe_lightning.errors import CaptureError, ConfigurationError, StepModeError
 from roundpipe_lightning.planning.schedule.stages import StageKind
 
 EarlierBuffers: TypeAlias = list[tuple[nn.Module, str, Any]]
@@ -246,6 +247,7 @@ class ResidentBlocks:
             buffer=self._buffers.place,
             classes=self.classes,
             write=self._write,
+            check_entry=self._check_entry,
             is_fixed=True,
         )
 
@@ -336,7 +338,21 @@ class ResidentBlocks:
             for view, name, value in reversed(before):
                 put(view, name, value)
 
+    def _check_entry(self, name: str, value: Any) -> None:
+        """Refuse a parameter of the block's own making: no optimizer and no other run has it."""
+        if isinstance(value, nn.Module) and not isinstance(value, View):
+            made = list(value.parameters())
+        else:
+            made = [value] if isinstance(value, nn.Parameter) else []
+        if any(self.original_of(parameter) is parameter for parameter in made):
+            raise ConfigurationError(
+                f"A block sets {name!r} to a new parameter, or to a module with some, while it "
+                "runs: no optimizer would have it, nor the block's next run. Make it a buffer, or "
+                "set it in configure_model or, later, when no step runs."
+            )
+
     def _write(self, module: nn.Module, name: str, value: Any) -> None:
+        self._check_entry(name, value)
         self._writes.append((module, name, value))
         if self.kind is not StageKind.BACKWARD:  # a recompute's writes are an echo
             of_class = getattr(type(module), name, DELETED)
