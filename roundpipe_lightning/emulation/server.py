@@ -154,6 +154,12 @@ class EmulatedServer:
             self.checker.wait(other, self.checker.stamp(line))
         return made
 
+    def await_compute(self, tensor: Tensor) -> None:
+        """Let the host wait for a number that it reads: for all compute before it."""
+        for device in self.devices:
+            if device.name == tag_of(tensor):
+                device.mark_event("a number is read").wait()
+
     def run_backward(self, run: Callable[[], Any]) -> Any:
         """Run a backward pass in the autograd thread of the calling thread's device.
 

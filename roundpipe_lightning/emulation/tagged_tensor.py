@@ -238,6 +238,9 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("device") is not None:
         return _execute_to(place_of_device(kwargs["device"]), func, args, kwargs)
     check_places(func, operands)
+    hardware = getattr(_thread, "hardware", None)
+    if func is _aten._local_scalar_dense.default and hardware is not None:
+        hardware.await_compute(args[0])
     out = func(*_raw(args), **_raw(kwargs))
     _check_shapes(func, operands)
     if is_foreach(func) and isinstance(out, list | tuple):
@@ -387,7 +390,7 @@ _SPECIAL_FUNCTIONS: Mapping[Any, _Special] = {
     torch.Tensor.to: _to,
     torch.Tensor.type_as: lambda _, args, __: move(args[0], tag_of(args[1])).to(args[1].dtype),
     torch.Tensor.cpu: lambda _, args, __: move(args[0], None),
-    torch.Tensor.tolist: lambda _, args, __: untag(args[0]).tolist(),
+    torch.Tensor.tolist: lambda _, args, __: move(args[0].detach(), None).tolist(),
     torch.Tensor.numpy: _numpy,
     torch.Tensor.__array__: _numpy,
     torch.Tensor.__dlpack__: _numpy,

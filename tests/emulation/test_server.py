@@ -499,6 +499,18 @@ def test_what_is_brought_from_the_host_may_change_there_at_once(
         assert [event.is_done for event in copies] == [True]
 
 
+@pytest.mark.parametrize("read", [Tensor.item, Tensor.tolist, bool, float])
+def test_who_reads_a_number_waits_for_the_device(read: Callable[[Tensor], Any]) -> None:
+    with EmulatedServer(1) as server:
+        [device] = server.devices
+        with device.thread_context(), device.activate():
+            number = device.upload(torch.ones(()))
+            begin = time.perf_counter()
+            server.launch(0.1)
+            assert read(number) == 1
+        assert time.perf_counter() - begin > 0.1
+
+
 def test_a_step_has_ended_when_its_device_is_idle() -> None:
     """Also where nothing of what was computed last goes to the host."""
     with (
