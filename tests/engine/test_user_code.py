@@ -515,3 +515,51 @@ def test_what_is_written_is_uploaded_again_in_its_step_alone_and_not_from_what_m
             counts.append(device.num_uploads)
     assert counts[1] > counts[2] == counts[3] == 2, "the batch"
     assert not device.num_from_locked
+
+
+# What blocks do beside computing -----------------------------------------------------------------
+
+
+class _Clearing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.zero_grad()
+        return super().forward(x)
+
+
+class _Remembering(Block):
+    """Adds what it was given in the step before, which another device may have made."""
+
+    before: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.before = self.before, x.detach().mean(0)
+        return super().forward(x if before is None else x + before)
+
+
+@pytest.mark.parametrize("devices", [emulated_workers, cpu_workers])
+@pytest.mark.parametrize(("block", "num_microbatches"), [(_Clearing, 3), (_Remembering, 1)])
+def test_blocks_do_as_on_one_device(block: Any, num_microbatches: int, devices: Any) -> None:
+    module = Regressor(3, make_block=block)
+    twin = Regressor(3) if block is _Clearing else Regressor(3, make_block=block)
+    batches = regression_batches(num_microbatches)
+    with engine_for(module, devices=devices(3), num_microbatches=num_microbatches) as engine:
+        for _ in range(3):
+            wanted = plain_step(twin, batches)
+            assert not differences(module, mean_step(engine, batches), wanted)
+
+
+def test_a_block_that_gives_its_parameters_gradients_is_refused() -> None:
+    class Descending(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                start = x.detach().requires_grad_()
+                self.norm(start).square().sum().backward()
+            assert start.grad is not None
+            return super().forward(x - start.grad)
+
+    with (
+        engine_for(module := Regressor(2, make_block=Descending)) as engine,
+        pytest.raises(CaptureError, match=r"calls backward\(\), which gives gradients"),
+    ):
+        mean_step(engine, regression_batches(3))
+    assert all(parameter.grad is None for parameter in module.parameters())

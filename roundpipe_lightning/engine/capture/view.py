@@ -268,6 +268,9 @@ class View:
             return
         own[name] = value
 
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        """Do nothing: gradients of batches before are not here, and others are of this one."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__dict__["_view_of"].__reduce_ex__(protocol)  # saved as the original
 

@@ -23,7 +23,7 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     is_called_from,
     saved_tensor_hooks_away,
 )
-from roundpipe_lightning.engine.capture.trees import Swap
+from roundpipe_lightning.engine.capture.trees import Swap, tensors_in
 from roundpipe_lightning.engine.capture.view import put
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain, Link, following_blocks
 from roundpipe_lightning.engine.chain.joined import PostedCall
@@ -367,8 +367,11 @@ class ForwardPass:
             user.side_outputs.begin_block(call.number, watch, taken, name=call.name)
             return user.resumed()
 
+        keepers = resident.store.keepers
         with (
-            user.in_block(call.number, resident, gathers=not call.gradient),
+            user.in_block(
+                call.number, resident, gathers=not call.gradient or call.block in keepers
+            ),
             resident.written(call.writes) if call.writes else nullcontext(),
             call.keeping(self.turns, resident, sources=self.sources, again=again)
             if call.is_recomputed
@@ -395,6 +398,7 @@ class ForwardPass:
         for module, attribute, value in resident.take_writes():
             if again:
                 continue  # an echo
+            keepers.update([call.block] * any(True for _ in tensors_in(value)))
             if (module, attribute) in call.left:
                 user.writes.were_any = True
                 continue

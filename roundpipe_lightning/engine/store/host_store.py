@@ -123,6 +123,8 @@ class HostStore:
         #: had before: copies on devices may be older.
         self.rewritten: dict[nn.Parameter, int] = {}
         self._num_rewrites = 0
+        #: Blocks that keep tensors in attributes: another worker may have made them.
+        self.keepers: set[nn.Module] = set()
         #: Which of the two the steps that begin now are given.
         self.versions = WeightVersions(previous=False)
 

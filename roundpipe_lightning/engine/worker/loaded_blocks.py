@@ -468,6 +468,23 @@ class ResidentBlocks:
             if block in self._placed
         ]
 
+    @contextmanager
+    def refuses_gradients(self) -> Iterator[None]:
+        """Refuse code of a block that gives gradients to the block's parameters."""
+        before = [(leaf, leaf.grad) for leaf in self._leaves.values()]
+        for leaf, _ in before:
+            leaf.grad = None
+        try:
+            yield
+            if any(leaf.grad is not None for leaf, _ in before):
+                raise CaptureError(
+                    "A block calls backward(), which gives gradients to its parameters: they would "
+                    "be added to the batch's. Write torch.autograd.grad(loss, inputs) in it."
+                )
+        finally:
+            for leaf, gradient in before:
+                leaf.grad = gradient
+
     def take_gradients(self) -> Gradients:
         found: Gradients = {}
         for parameter, leaf in self._leaves.items():

@@ -419,6 +419,9 @@ class UserCode(TorchFunctionMode):
                 outputs.check(kwargs.values())
         if answer is not NotImplemented:
             return answer
+        if resident is not None and func is Tensor.backward:
+            with resident.refuses_gradients():
+                return func(*args, **kwargs)
         if self.stream is None:
             return func(*args, **kwargs)
         result = self.stream.call(func, args, kwargs)
