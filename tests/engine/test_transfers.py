@@ -2,8 +2,9 @@ import itertools
 import random
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from roundpipe_lightning.engine.device.accelerator import CompletionThread
 from roundpipe_lightning.engine.device.base import CopyQueue, CpuDevice, Device
-from roundpipe_lightning.engine.device.events import Event, HostEvent, StepAborted
+from roundpipe_lightning.engine.device.events import DoneEvent, Event, HostEvent, StepAborted
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES, PinnedPool
 from roundpipe_lightning.engine.transfer.copy_queue import (
     MOST_IN_FLIGHT,
@@ -21,6 +23,7 @@ from roundpipe_lightning.engine.transfer.copy_queue import (
     Priority,
     TransferQueue,
 )
+from roundpipe_lightning.engine.transfer.gradient_downloads import HostSums
 from roundpipe_lightning.engine.worker.turns import TurnGraph, Turns
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Schedule, dependencies
@@ -242,6 +245,43 @@ def test_an_abort_gives_jobs_up_and_the_queue_serves_the_next_step() -> None:
         last.wait()
         assert device.order == [1] * MOST_IN_FLIGHT + [3]
     assert not failures
+
+
+@pytest.mark.parametrize("whose", ["a queue", "sums", "completions"])
+def test_who_closes_waits_for_what_its_thread_is_at(whose: str) -> None:
+    """Memory is given back after that."""
+    device, begun, goes_on = SteppedDevice(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert goes_on.wait(PATIENCE_SECONDS)
+
+    def copy(*_: object, **__: object) -> Event:
+        work()
+        return DoneEvent()
+
+    close: Callable[[], None]
+    if whose == "a queue":
+        device.copy = copy  # type: ignore[method-assign]
+        queue = TransferQueue(device, CopyQueue.UPLOAD, on_failure=Failures().note, name="queue")
+        queue.submit(job(1))
+        close = queue.close
+    elif whose == "sums":
+        sums = HostSums(PinnedPool(device), on_failure=Failures().note)
+        sums.add_later(work)
+        close = sums.close
+    else:
+        completions, event = CompletionThread("completions"), SimpleNamespace(wait=work)
+        completions.watch(event, lambda: None)  # type: ignore[arg-type]
+        close = completions.close
+    assert begun.wait(PATIENCE_SECONDS)
+    closing = threading.Thread(target=close)
+    closing.start()
+    closing.join(0.1)
+    waits = closing.is_alive()
+    goes_on.set()
+    closing.join(PATIENCE_SECONDS)
+    assert waits
 
 
 def test_a_queue_without_a_thread_takes_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
