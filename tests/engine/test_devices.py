@@ -6,7 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -549,6 +549,15 @@ def test_a_long_upload_holds_up_no_news_of_compute(accelerator: AcceleratorDevic
     assert order.get(timeout=PATIENCE_SECONDS) == "compute"
     uploaded.set()
     assert order.get(timeout=PATIENCE_SECONDS) == "upload"
+
+
+def test_work_is_timed_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "device_index", nullcontext)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: done.append("waited"))
+    monkeypatch.setattr(probe, "_SHORTEST_SECONDS", 0.0)
+    probe._seconds(lambda: done.append("launched"), [torch.device("xpu", 3)])
+    assert done == ["launched", "waited"] * 2
 
 
 def test_transfers_are_timed() -> None:
