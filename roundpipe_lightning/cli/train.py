@@ -70,7 +70,7 @@ def train(config: DictConfig) -> float | None:
     """
     run, metrics, figures = run_training(config)
     print_summary(run, figures)
-    return _choose_metric(run.config.optimized_metric, metrics)
+    return _choose_metric(run.config, metrics)
 
 
 def run_training(config: DictConfig) -> tuple[Run, dict[str, float], dict[str, Any]]:
@@ -149,8 +149,10 @@ def _with_interval(config: DictConfig) -> DictConfig:
     return config
 
 
-def _choose_metric(name: str | None, metrics: dict[str, float]) -> float | None:
-    if name is not None and name not in metrics:
+def _choose_metric(config: DictConfig, metrics: dict[str, float]) -> float | None:
+    name: str | None = config.optimized_metric
+    is_left_out = not config.validate and str(name).startswith("val_")
+    if name is not None and name not in metrics and not is_left_out:
         there = ", ".join(sorted(n for n in metrics if "/" not in n)) or "none"
         log.warning("optimized_metric=%s was not measured; there are: %s", name, there)
         sys.stderr.write(f"Warning: optimized_metric={name} was not measured; there are: {there}\n")

@@ -1,7 +1,10 @@
 """Sources of a model: an architecture written out, or published weights."""
 
 import contextlib
+import difflib
 import enum
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +45,31 @@ class Head(str, enum.Enum):
     @property
     def auto_class(self) -> Any:
         return getattr(transformers, self.value)
+
+
+def _check_fields(
+    fields: Mapping[str, Any], known: PreTrainedConfig, *, place: str = "model.architecture"
+) -> None:
+    """Refuse fields that a configuration does not have: transformers keeps and ignores them."""
+    names = known.to_dict()
+    for name, value in fields.items():
+        if not (name in names or hasattr(known, name) or _is_read(name, known)):
+            near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+            hint = f" The nearest are {', '.join(near)}." if near else ""
+            raise ConfigurationError(
+                f"{place}.{name}: a configuration of {known.model_type!r} has no such field.{hint}"
+            )
+        part = vars(known).get(name)
+        if isinstance(value, Mapping) and isinstance(part, PreTrainedConfig):
+            _check_fields(value, part, place=f"{place}.{name}")
+
+
+def _is_read(name: str, known: PreTrainedConfig) -> bool:
+    """Return whether the model's code reads a field that its configuration does not declare."""
+    library, folder = Path(transformers.__file__).parent, Path(inspect.getfile(type(known))).parent
+    files = [library / "modeling_utils.py", library / "modeling_rope_utils.py"]
+    reads = re.compile(rf"""(config\.|["']){re.escape(name)}\b""")
+    return any(reads.search(p.read_text("utf-8")) for p in (*files, *folder.glob("modeling_*.py")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +163,11 @@ class ModelSource:
                 f"model.architecture.model_type={model_type!r} is not an architecture that the "
                 "installed transformers knows. Examples: qwen3, llama, gpt_oss, qwen3_moe."
             )
+        known: PreTrainedConfig | None = None
+        with contextlib.suppress(StrictDataclassError, ValueError):  # some have no defaults
+            known = CONFIG_MAPPING[model_type]()
+        if known is not None:
+            _check_fields(self.architecture, known)
         try:
             return AutoConfig.for_model(model_type, **fields)
         except (StrictDataclassError, TypeError, ValueError) as error:

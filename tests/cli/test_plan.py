@@ -482,6 +482,7 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["peft=lora", "peft.target_modules=[q_prj]"], "The nearest are q_proj"),
         (["peft=lora", "peft.r=0"], "peft.r=0"),
         (["peft=lora", "peft.frozen_bits=3"], "frozen_bits=3"),
+        (["+model.architecture.hidden_sice=64"], "no such field. The nearest are hidden_size"),
     ],
 )
 def test_bad_input_is_one_clear_message(ask: Ask, overrides: list[str], reason: str) -> None:

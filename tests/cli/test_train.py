@@ -177,6 +177,13 @@ def test_returns_the_metric_for_a_sweeper_and_needs_no_logger(tmp_path: Path) ->
     assert "metrics.csv" not in files(tmp_path)
 
 
+def test_a_metric_of_a_validation_that_is_left_out_is_not_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(compose_small(tmp_path, "train=false", "validate=false")) is None
+    assert "was not measured" not in capsys.readouterr().err
+
+
 REFUSED = {
     "ckpt_path": (["ckpt_path=none.ckpt"], CheckpointError, "none.ckpt"),
     "weights": (["model.weights=zero"], ConfigurationError, "random, pretrained"),
@@ -224,6 +231,8 @@ MISTAKES = {
     "trainer.gradient_clip_val=abc": "trainer: `gradient_clip_val` should be an int or a flo",
     "scheduler.min_lr_rate=abc": "scheduler.min_lr_rate=abc must be between 0.0 and 1.0",
     "+trainer.strategy.foo=1": "trainer.strategy: RoundPipeStrategy.__init__() got an unexpected",
+    "+model.architecture.hidden_sice=64": "hidden_sice: a configuration of 'qwen3' has no such "
+    "field. The nearest are hidden_size",
     "+module.foo=1": "module: TransformersModule.__init__() got an unexpected",
     "+callbacks.foo.x=1": "callbacks.foo has no class: set callbacks.foo._target_",
     "hardware=auto +hardware.foo=1": "hardware.foo is not read where no machine",
