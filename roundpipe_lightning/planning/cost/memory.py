@@ -27,7 +27,6 @@ from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, StageK
 _GIB = 2**30
 _ROUNDS_IN_FLIGHT = 2
 _WAITING = 5  # stages: two have landed, one is sent to other hosts, two wait for that
-_MOST_HOLES = 2**28  # bytes: the engine gives back what is more, between steps
 _SUMMED = 2  # blocks: their sums over the hosts wait for the optimizer
 
 
@@ -115,8 +114,6 @@ class MemoryModel:
         sizes: dict[MemoryKind, float] = dict(self._host_parameters)
         sizes[MemoryKind.BOUNDARIES] = in_flight * kept
         sizes[MemoryKind.GRADIENTS] = self._gradients(layout) + self._waiting_gradients(layout)
-        if self.hardware.shares_host_memory:  # gradients that were added up leave holes in the heap
-            sizes[MemoryKind.RESERVED] = min(_MOST_HOLES, sizes[MemoryKind.GRADIENTS])
         is_mapped = self.storage.weights is WeightStorage.MEMORY_MAPPED
         if is_mapped and not self.hardware.shares_host_memory:
             largest = max(
