@@ -364,9 +364,10 @@ def test_published_weights_are_quantised_as_they_are_read(
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4},
-    "qwen3_moe": {"num_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8},
     "mixtral": {"num_local_experts": 4},
     "deepseek_v3": {
+        "moe_intermediate_size": 8,
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "n_group": 2,
@@ -386,7 +387,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 def test_fused_experts_are_quantised_as_they_are_read(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"moe_intermediate_size": 8, "num_experts_per_tok": 2, **MIXTURES[kind]}
+    sizes = {"num_experts_per_tok": 2, **MIXTURES[kind]}
     if kind == "deepseek_v3":
         sizes |= {"head_dim": 4, "num_key_value_heads": 2}
     save(tmp_path, {**TINY, "model_type": kind, "tie_word_embeddings": False, **sizes})
