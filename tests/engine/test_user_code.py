@@ -536,6 +536,7 @@ class _Remembering(Block):
         return super().forward(x if before is None else x + before)
 
 
+@pytest.mark.filterwarnings("ignore:A block calls zero_grad")
 @pytest.mark.parametrize("devices", [emulated_workers, cpu_workers])
 @pytest.mark.parametrize(("block", "num_microbatches"), [(_Clearing, 3), (_Remembering, 1)])
 def test_blocks_do_as_on_one_device(block: Any, num_microbatches: int, devices: Any) -> None:
@@ -546,6 +547,14 @@ def test_blocks_do_as_on_one_device(block: Any, num_microbatches: int, devices: 
         for _ in range(3):
             wanted = plain_step(twin, batches)
             assert not differences(module, mean_step(engine, batches), wanted)
+
+
+def test_zero_grad_in_a_block_warns() -> None:
+    with (
+        engine_for(Regressor(2, make_block=_Clearing)) as engine,
+        pytest.warns(UserWarning, match=r"A block calls zero_grad\(\), which does nothing"),
+    ):
+        mean_step(engine, regression_batches(3))
 
 
 def test_a_block_that_gives_its_parameters_gradients_is_refused() -> None:

@@ -328,3 +328,12 @@ def test_a_step_that_reads_gradients_of_the_batch_before(name: str) -> None:
     trainer = make_trainer(strategy="roundpipe", max_steps=2)
     with pytest.warns(UserWarning, match=r"reads a parameter's \.grad.*on_after_backward"):
         trainer.fit(Regressor(on_step=read), regression_data())
+
+
+def test_a_step_that_clears_gradients_of_the_batch_before() -> None:
+    def clear(module: Any, *_: Any) -> None:
+        module.zero_grad()
+
+    trainer = make_trainer(strategy="roundpipe", max_steps=2, accumulate_grad_batches=2)
+    with pytest.warns(UserWarning, match=r"reads a parameter's \.grad"):
+        trainer.fit(Regressor(on_step=clear), regression_data())

@@ -27,6 +27,7 @@ import re
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -268,8 +269,15 @@ class View:
             return
         own[name] = value
 
-    def zero_grad(self, *_: Any, **__: Any) -> None:
-        """Do nothing: gradients of batches before are not here, and others are of this one."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        if not self.__dict__["_maker"].is_fixed:
+            super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # a module's
+            return
+        warnings.warn(  # what leaves have are other microbatches' of this batch
+            "A block calls zero_grad(), which does nothing in a step: gradients of the batches "
+            "before are not there, and stay. Call it when no step runs.",
+            stacklevel=2,
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__dict__["_view_of"].__reduce_ex__(protocol)  # saved as the original
