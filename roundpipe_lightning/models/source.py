@@ -68,7 +68,7 @@ def _is_read(name: str, known: PreTrainedConfig) -> bool:
     """Return whether the model's code reads a field that its configuration does not declare."""
     library, folder = Path(transformers.__file__).parent, Path(inspect.getfile(type(known))).parent
     files = [library / "modeling_utils.py", library / "modeling_rope_utils.py"]
-    reads = re.compile(rf"""(config\.|["']){re.escape(name)}\b""")
+    reads = re.compile(rf"""config\.{re.escape(name)}\b|["']{re.escape(name)}["']""")
     return any(reads.search(p.read_text("utf-8")) for p in (*files, *folder.glob("modeling_*.py")))
 
 
@@ -170,7 +170,7 @@ class ModelSource:
             _check_fields(self.architecture, known)
         try:
             return AutoConfig.for_model(model_type, **fields)
-        except (StrictDataclassError, TypeError, ValueError) as error:
+        except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
             raise ConfigurationError(
                 f"model.architecture is not a valid {model_type!r} architecture: {error}"
             ) from error

@@ -483,6 +483,8 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["peft=lora", "peft.r=0"], "peft.r=0"),
         (["peft=lora", "peft.frozen_bits=3"], "frozen_bits=3"),
         (["+model.architecture.hidden_sice=64"], "no such field. The nearest are hidden_size"),
+        (["+model.architecture.foo=1"], "a configuration of 'qwen3' has no such field"),
+        (["+model.architecture.rope_scaling.type=linear"], "not a valid 'qwen3' architecture"),
     ],
 )
 def test_bad_input_is_one_clear_message(ask: Ask, overrides: list[str], reason: str) -> None:

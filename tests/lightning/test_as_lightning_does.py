@@ -18,6 +18,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy.planning.inputs import storage_of
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.training import (
+    WIDTH,
     Regressor,
     make_trainer,
     regression_data,
@@ -316,3 +317,34 @@ def test_a_step_that_knows_nothing_of_devices_is_refused(name: str) -> None:
     on_host = make_trainer(strategy="roundpipe", devices=2, max_epochs=1)
     if name in ("test_step", "predict_step"):
         getattr(on_host, name.removesuffix("_step"))(module, regression_data())
+
+
+class _PreparesItself(torch.nn.Module):
+    """Writes into its weight in its first call, as ActNorm and S4 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(WIDTH, WIDTH)
+        self.is_ready = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.is_ready = True
+            torch.nn.init.constant_(self.inner.weight, 0.01)
+        return x + torch.tanh(self.inner(x))
+
+
+class _Prepared(Regressor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(_PreparesItself() for _ in range(3))
+
+    def on_fit_start(self) -> None:
+        self(torch.zeros(2, WIDTH))
+
+
+@pytest.mark.parametrize("strategy", [RoundPipeStrategy, EmulatedStrategy])
+def test_blocks_that_prepare_themselves_may_be_called_before_the_first_step(strategy: Any) -> None:
+    strategies = ["auto", strategy(num_microbatches=1)]
+    (one, _), (many, _) = train_with(strategies, _Prepared)
+    assert same_bits(many, one)

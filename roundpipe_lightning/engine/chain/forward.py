@@ -398,7 +398,7 @@ class ForwardPass:
         for module, attribute, value in resident.take_writes():
             if again:
                 continue  # an echo
-            keepers.update([call.block] * any(True for _ in tensors_in(value)))
+            keepers.update(call.block for _ in tensors_in(value))
             if (module, attribute) in call.left:
                 user.writes.were_any = True
                 continue
