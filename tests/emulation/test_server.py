@@ -30,6 +30,7 @@ from tests.kit.engine import (
     mean_step,
     regression_batches,
 )
+from tests.kit.moments import with_gradient
 
 UP, DOWN = CopyQueue.UPLOAD, CopyQueue.DOWNLOAD
 
@@ -370,28 +371,20 @@ def test_the_host_waits_for_copies_of_memory_that_is_not_page_locked() -> None:
         assert device.copy(slot, host[10:], queue=UP).is_done
 
 
-class _InThread(torch.autograd.Function):
+class _KnowsItsThread(Block):
     """Remembers the thread of its forward pass, and looks for it in its backward pass."""
 
     known = threading.local()
     names: ClassVar[list[str]] = []
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        _InThread.known.value = 1
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        _InThread.names.append(threading.current_thread().name)
-        value: int = _InThread.known.value
-        return gradient * value
-
-
-class _KnowsItsThread(Block):
     def forward(self, x: Tensor) -> Tensor:
-        known: Tensor = _InThread.apply(super().forward(x))  # type: ignore[no-untyped-call]
-        return known
+        def look(gradient: Tensor) -> Tensor:
+            self.names.append(threading.current_thread().name)
+            value: int = self.known.value
+            return gradient * value
+
+        self.known.value = 1
+        return with_gradient(super().forward(x), look)
 
 
 _needs_backward = pytest.mark.skipif(
@@ -404,11 +397,11 @@ _needs_backward = pytest.mark.skipif(
 def test_a_backward_pass_that_relies_on_the_thread_of_its_forward_pass() -> None:
     """PyTorch runs backward passes of accelerators in threads of its own, one for each device."""
     check_parity(Regressor(2, make_block=_KnowsItsThread), num_workers=2)
-    _InThread.names.clear()
+    _KnowsItsThread.names.clear()
     devices = emulated_workers(2)
     with pytest.raises(AttributeError, match="value"):
         check_parity(Regressor(2, make_block=_KnowsItsThread), devices=devices, num_workers=2)
-    names = {*_InThread.names} - {"MainThread"}  # of the plain loop
+    names = {*_KnowsItsThread.names} - {"MainThread"}  # of the plain loop
     assert names
     assert names <= {f"autograd of {device.name}_0" for device in devices}
 

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from roundpipe_lightning.emulation.placement import DeviceMismatchError
 from roundpipe_lightning.emulation.tagged_tensor import move, tag, tag_of, tagged_mode, untag
+from tests.kit.moments import with_gradient
 
 W0, W1 = "emulated:0", "emulated:1"
 
@@ -114,20 +115,9 @@ def test_copy_into_a_host_tensor_downloads() -> None:
 # --- autograd -------------------------------------------------------------------------------------
 
 
-class _WrongWay(torch.autograd.Function):
-    """Sends its gradient to another device than its input's."""
-
-    @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def]
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return tag(untag(gradient), W1)
-
-
 def _wrong_way(x: Tensor) -> Tensor:
-    return _WrongWay.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    """Send the gradient to another device than the tensor's."""
+    return with_gradient(x, lambda gradient: tag(untag(gradient), W1))
 
 
 def test_backward_meets_mixed_places() -> None:

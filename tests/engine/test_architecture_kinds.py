@@ -34,6 +34,7 @@ from tests.kit.engine import (
     regression_batches,
 )
 from tests.kit.kinds import KINDS, batches_of
+from tests.kit.moments import with_gradient
 
 PARTITIONS = [
     Partition(forward=(2, 2), backward=(0, 1, 2, 1)),
@@ -331,22 +332,12 @@ class Forgetful(Linear):
         return self.mix(x)
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
 def _through_a_custom_function(layers: Any, hidden: Tensor) -> Any:
     states = []
     for layer in layers:
         hidden, _ = layer(hidden)
         states.append(hidden)
-    return hidden + Double.apply(states[0])  # type: ignore[no-untyped-call]
+    return hidden + with_gradient(states[0], lambda gradient: 2 * gradient)
 
 
 def _cached_states_in_the_loss(layers: Any, hidden: Tensor) -> Any:

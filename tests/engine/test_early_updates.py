@@ -17,6 +17,7 @@ from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
 from tests.kit.engine import Regressor, layers_of, plain_step, plan_of, regression_batches
+from tests.kit.moments import call_in_backward
 
 NUM_MICROBATCHES = 2
 
@@ -88,17 +89,10 @@ class Waiting(Regressor):
     def run_blocks(self, hidden: Tensor) -> Tensor:
         (event,) = self.updated
 
-        class Wait(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x.clone()
+        def wait() -> None:
+            assert event.wait(timeout=60), "no block was stepped"
 
-            @staticmethod
-            def backward(ctx: Any, gradient: Tensor) -> Tensor:
-                assert event.wait(timeout=60), "no block was stepped"
-                return gradient
-
-        return super().run_blocks(Wait.apply(hidden))  # type: ignore[no-untyped-call]
+        return super().run_blocks(call_in_backward(hidden, wait))
 
 
 @pytest.mark.parametrize("kind", [EmulatedDevice, CpuDevice])

@@ -35,6 +35,7 @@ from tests.kit.engine import (
     stack_of,
     training_step,
 )
+from tests.kit.moments import call_in_backward
 
 NUM_MICROBATCHES = 4
 SERVERS = ("processor", "emulated")
@@ -54,18 +55,6 @@ class Trap:
             raise error
 
 
-class _RaisesInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, trap: Trap) -> Tensor:
-        ctx.trap = trap
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.trap.spring()
-        return gradient, None
-
-
 class Trapped(nn.Module):
     """A block that may fail in its forward or in its backward pass.
 
@@ -81,7 +70,7 @@ class Trapped(nn.Module):
     def forward(self, x: Tensor, microbatch: int) -> Tensor:
         if microbatch == 2:
             self.forward_trap.spring()
-            x = _RaisesInBackward.apply(x, self.backward_trap)  # type: ignore[no-untyped-call]
+            x = call_in_backward(x, self.backward_trap.spring)
         hidden: Tensor = self.inner(x)
         return hidden
 

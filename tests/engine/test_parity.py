@@ -50,6 +50,7 @@ from tests.kit.engine import (
     stack_of,
 )
 from tests.kit.kinds import KINDS, batches_of
+from tests.kit.moments import with_gradient
 
 WORKERS = (1, 2, 3, 4)
 SIZES = ((2, 1), (1, 3), (3, 4), (4, 8))
@@ -374,25 +375,17 @@ def test_without_a_stack() -> None:
         assert torch.equal(engine.evaluate(lambda view, b: view(b), x), module(x))
 
 
-class NoteStrides(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seen: list[tuple[int, ...]]) -> Tensor:
-        ctx.seen = seen
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.seen.append(gradient.stride())
-        return gradient, None
-
-
 @on_any_workers
 def test_gradients_come_with_their_strides(workers: Workers) -> None:
     seen: list[tuple[int, ...]] = []
 
+    def note(gradient: Tensor) -> Tensor:
+        seen.append(gradient.stride())
+        return gradient
+
     class Noting(Block):
         def forward(self, x: Tensor) -> Tensor:
-            return NoteStrides.apply(super().forward(x), seen)  # type: ignore[no-any-return, no-untyped-call]
+            return with_gradient(super().forward(x), note)
 
     class Twice(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

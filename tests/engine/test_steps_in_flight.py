@@ -26,7 +26,6 @@ from roundpipe_lightning.planning.schedule.schedule import Action, Timeline
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import (
     TIMEOUT_SECONDS,
-    Block,
     Regressor,
     cpu_workers,
     engine_of,
@@ -35,32 +34,23 @@ from tests.kit.engine import (
     regression_batches,
     training_step,
 )
-from tests.kit.moments import ObservedCondition, call_in_backward
+from tests.kit.moments import PATIENCE_SECONDS, ObservedBlock, ObservedCondition
 
 NUM_WORKERS = 3
 NUM_MICROBATCHES = 2
 
 
-class Heard(Block):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__(dropout)
-        self.on_backward: Callable[[], None] = lambda: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return call_in_backward(super().forward(x), self.on_backward)
-
-
 def let_first_block(module: Regressor, on_backward: Callable[[], None]) -> None:
     """Have somebody called in the backward pass of the first block, the last one to run."""
     first = module.layers[0]
-    assert isinstance(first, Heard)
+    assert isinstance(first, ObservedBlock)
     first.on_backward = on_backward
 
 
 def module_and_plan(
     *, dropout: float = 0.0, make_block: Callable[[], nn.Module] | None = None
 ) -> tuple[Regressor, Plan]:
-    module = Regressor(3, make_block=make_block or (lambda: Heard(dropout)))
+    module = Regressor(3, make_block=make_block or (lambda: ObservedBlock(dropout)))
     plan = plan_of(
         layers_of(module),
         num_workers=NUM_WORKERS,
@@ -185,7 +175,7 @@ def test_the_first_batch_of_an_engine_is_waited_for() -> None:
         assert step.is_over
 
 
-class Noisy(Heard):
+class Noisy(ObservedBlock):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * torch.rand_like(x))
 
@@ -226,7 +216,7 @@ def test_a_batch_that_writes_attributes_is_waited_for() -> None:
     assert module.num_seen == NUM_MICROBATCHES - 1
 
 
-class Counting(Heard):
+class Counting(ObservedBlock):
     num_calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -521,9 +511,6 @@ def test_slots_are_overwritten_when_they_were_read() -> None:
     with opened(module, plan) as engine, torch.no_grad():
         for batch in regression_batches(4):
             engine.evaluate(call, batch)
-
-
-PATIENCE_SECONDS = 60.0
 
 
 def test_a_step_with_other_values_waits_where_trained_blocks_stay() -> None:

@@ -91,22 +91,31 @@ class ObservedCondition(threading.Condition):
         return super().wait(timeout)
 
 
-class _CallInBackward(torch.autograd.Function):
+class _OwnGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, call: Callable[[], None]) -> Tensor:
-        ctx.call = call
+    def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.call()
-        return gradient, None
+        return ctx.change(gradient), None
 
 
-def call_in_backward(tensor: Tensor, call: Callable[[], None]) -> Tensor:
-    """Return the same tensor; `call` is called when its gradient comes, before that goes on."""
-    same: Tensor = _CallInBackward.apply(tensor, call)  # type: ignore[no-untyped-call]
+def with_gradient(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the same tensor by a function of the user's, whose gradient is what `change` gives."""
+    same: Tensor = _OwnGradient.apply(tensor, change)  # type: ignore[no-untyped-call]
     return same
+
+
+def call_in_backward(tensor: Tensor, call: Callable[[], object]) -> Tensor:
+    """Return the same tensor; `call` is called when its gradient comes, before that goes on."""
+
+    def call_and_go_on(gradient: Tensor) -> Tensor:
+        call()
+        return gradient
+
+    return with_gradient(tensor, call_and_go_on)
 
 
 class ObservedBlock(Block):

@@ -30,6 +30,7 @@ from roundpipe_lightning.strategy.step import loss_with_gradients
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.strategy.updates import parameter_watch
 from roundpipe_lightning.testing import EmulatedStrategy
+from tests.kit.moments import call_in_backward
 from tests.kit.training import (
     WIDTH,
     Regressor,
@@ -225,23 +226,9 @@ def test_hooks_of_parameters_get_their_gradients(monkeypatch: pytest.MonkeyPatch
     assert not early.num_begun
 
 
-class _FailsLate(torch.autograd.Function):
+class _Broken(Regressor):
     """Fails in the backward pass of the second step, when some block has been stepped."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, is_broken: bool, taken: threading.Event) -> Tensor:
-        ctx.is_broken, ctx.taken = is_broken, taken
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.is_broken:
-            assert ctx.taken.wait(timeout=60)
-            raise ValueError("late in the backward pass")
-        return gradient, None, None
-
-
-class _Broken(Regressor):
     def __init__(self, taken: threading.Event) -> None:
         super().__init__(num_blocks=2)
         self.embed = nn.Linear(WIDTH, WIDTH)
@@ -249,8 +236,13 @@ class _Broken(Regressor):
 
     def forward(self, x: Tensor) -> Tensor:
         is_broken = self.trainer.global_step == 1
-        late: Any = _FailsLate.apply
-        return super().forward(late(self.embed(x), is_broken, *self.taken))
+
+        def fail() -> None:
+            if is_broken:
+                assert self.taken[0].wait(timeout=60)
+                raise ValueError("late in the backward pass")
+
+        return super().forward(call_in_backward(self.embed(x), fail))
 
 
 def test_a_step_that_fails_half_way_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
