@@ -154,11 +154,16 @@ class EmulatedServer:
             self.checker.wait(other, self.checker.stamp(line))
         return made
 
-    def await_compute(self, tensor: Tensor) -> None:
-        """Let the host wait for a number that it reads: for all compute before it."""
-        for device in self.devices:
-            if device.name == tag_of(tensor):
-                device.mark_event("a number is read").wait()
+    def begin_read(self, tensor: Tensor) -> Callable[[], Any]:
+        """Return what waits for all compute before now, and then gives a tensor's values."""
+        device = next(device for device in self.devices if device.name == tag_of(tensor))
+        made, values = device.mark_event("a number is read"), raw_of(tensor).tolist()
+
+        def read() -> Any:
+            made.wait()
+            return values
+
+        return read
 
     def run_backward(self, run: Callable[[], Any]) -> Any:
         """Run a backward pass in the autograd thread of the calling thread's device.

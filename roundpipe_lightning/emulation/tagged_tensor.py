@@ -135,6 +135,11 @@ class TaggedTensor(torch.Tensor):
             twin.grad = self.grad.clone()
         return twin
 
+    def begin_read(self) -> Callable[[], Any] | None:
+        """As on an accelerator: `device/accelerator.py`."""
+        hardware = getattr(_thread, "hardware", None)
+        return None if hardware is None else hardware.begin_read(self)
+
     def __format__(self, spec: str) -> str:
         return format(self.item() if self.dim() == 0 else repr(self), spec)
 
@@ -240,7 +245,7 @@ def _execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     check_places(func, operands)
     hardware = getattr(_thread, "hardware", None)
     if func is _aten._local_scalar_dense.default and hardware is not None:
-        hardware.await_compute(args[0])
+        hardware.begin_read(args[0])()
     out = func(*_raw(args), **_raw(kwargs))
     _check_shapes(func, operands)
     if is_foreach(func) and isinstance(out, list | tuple):

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
 from roundpipe_lightning.emulation.tagged_tensor import tag_of, untag
+from roundpipe_lightning.engine.device import accelerator as module_of_accelerator
 from roundpipe_lightning.engine.device import host_memory as host
 from roundpipe_lightning.engine.device import probe
-from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice, Runtime
+from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice, Runtime, begin_read
 from roundpipe_lightning.engine.device.base import CopyQueue
 from roundpipe_lightning.engine.device.events import DoneEvent, Event, HostEvent, StepAborted
 from roundpipe_lightning.engine.device.host_memory import own_pages
@@ -537,6 +538,31 @@ def test_a_copy_from_another_device_is_made_beside_its_compute(
 
     target: Any = SimpleNamespace(device=accelerator.torch_device, copy_=copy)
     accelerator.copy(target, source, queue=CopyQueue.UPLOAD)
+
+
+def test_who_begins_a_read_waits_when_it_asks_for_the_values(
+    accelerator: AcceleratorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime: Any = accelerator.runtime
+    monkeypatch.setattr(module_of_accelerator, "runtime_of", lambda _: runtime)
+    copies: list[object] = []
+
+    def to(*given: object, **options: object) -> Tensor:
+        copies.append((given, options))
+        return torch.arange(2)
+
+    there: Any = SimpleNamespace(device=accelerator.torch_device, to=to)
+    with accelerator.activate():
+        read = begin_read(there)
+        assert read is not None
+        assert copies == [(("cpu",), {"non_blocking": True})]
+        assert not runtime.waited
+        assert read() == [0, 1]
+    assert runtime.waited == ["compute"]
+    assert not runtime.misplaced
+    runtime.has_streams = False
+    assert begin_read(there) is None
+    assert begin_read(torch.zeros(1)) is None
 
 
 def test_a_long_upload_holds_up_no_news_of_compute(accelerator: AcceleratorDevice) -> None:

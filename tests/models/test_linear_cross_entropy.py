@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from benchmarks.loss_memory import chunked_loss_bytes, plain_loss_bytes
 from roundpipe_lightning import linear_cross_entropy
+from roundpipe_lightning.emulation import tagged_tensor
+from roundpipe_lightning.emulation.server import EmulatedServer, ServedDevice
+from roundpipe_lightning.emulation.tagged_tensor import tag, untag
+from roundpipe_lightning.emulation.timing import EmulatedEvent
 from roundpipe_lightning.errors import CaptureError, ConfigurationError, DataError
 from roundpipe_lightning.models.losses import linear_cross_entropy as module_of_loss
 from roundpipe_lightning.models.losses.linear_cross_entropy import chunk_tokens
@@ -176,6 +179,15 @@ def test_the_graph_can_be_run_again_where_it_is_kept() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_labels_that_were_written_into_are_refused(reduction: Any) -> None:
+    hidden, weight, labels, _ = operands(6)
+    loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction).sum()
+    labels.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_second_derivative_is_refused(reduction: Any) -> None:
     hidden, weight, labels, _ = operands(6)
     loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction).sum()
@@ -289,24 +301,37 @@ def test_memory_is_the_planners_estimate(
 # --- places ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 8 * 4 * VOCABULARY, 10**6])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_host_waits_for_the_device_once(reduction: Any) -> None:
-    waits: list[str] = []
+def test_the_device_computes_while_the_host_waits_for_it_once(
+    reduction: Any, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
 
-    class Waits(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            reads = {"item", "tolist", "nonzero", "cpu", "__int__", "__float__", "__bool__"}
-            if getattr(func, "__name__", "") in reads:
-                waits.append(func.__name__)
-            return func(*args, **(kwargs or {}))
+    def note(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
 
-    hidden, weight, labels, bias = operands(6)
-    with Waits():
-        losses = linear_cross_entropy(hidden, weight, labels, bias=bias, reduction=reduction)
+        def noted(first: Any, *rest: Any, **kwargs: Any) -> Any:
+            calls.append(str(first) if owner is tagged_tensor else name)
+            return original(first, *rest, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    given = operands(6)
+    with EmulatedServer(1) as server, server.devices[0].thread_context():
+        there = [tag(x, "emulated:0").requires_grad_(x.requires_grad) for x in given]
+        note(ServedDevice, "mark_event")
+        note(EmulatedEvent, "wait")
+        note(tagged_tensor, "_execute")
+        losses = linear_cross_entropy(*there[:3], reduction=reduction, chunk_bytes=chunk_bytes)
         losses.sum().backward()
-    assert waits == ["tolist"]
+        monkeypatch.undo()
+        gradients = [untag(x.grad) for x in there[:2] if x.grad is not None]
+    assert (calls.count("mark_event"), calls.count("wait")) == (1, 1)
+    assert "aten.mm.default" in calls[calls.index("mark_event") : calls.index("wait")]
+    want = plain_loss(*given[:3], reduction=reduction)
+    torch.testing.assert_close(untag(losses.detach()), want)
+    torch.testing.assert_close(gradients, [*torch.autograd.grad(want.sum(), given[:2])])
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -456,6 +456,25 @@ def _timed_event(device: torch.device) -> Any:
     return event
 
 
+def begin_read(tensor: Tensor) -> Callable[[], Any] | None:
+    """Send a tensor's values to the host; what is returned waits for them, and for no later work.
+
+    None on the host, and where a device has no events.
+    """
+    if hasattr(tensor, "begin_read"):  # on an emulated device
+        return tensor.begin_read()  # type: ignore[no-any-return]
+    if tensor.device.type == "cpu" or not (runtime := runtime_of(tensor.device)).has_streams:
+        return None
+    host, event = tensor.to("cpu", non_blocking=True), runtime.new_event(tensor.device)
+    event.record(runtime.current_stream(tensor.device))
+
+    def read() -> Any:
+        event.synchronize()
+        return host.tolist()
+
+    return read
+
+
 def all_reach(devices: Sequence[torch.device]) -> bool:
     """Whether each of some devices copies from every other one's memory; no where none is."""
     return bool(devices) and all(

@@ -29,12 +29,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from roundpipe_lightning.engine.device.accelerator import begin_read
 from roundpipe_lightning.errors import ConfigurationError, DataError
 
 __all__ = ["linear_cross_entropy"]
@@ -101,8 +103,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - all but three keyword-only
             "Set reduction='mean', or leave num_items out."
         )
     _check_shapes(hidden, weight, labels, bias=bias)
-    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
-    kept = _kept_rows(targets, ignore_index, vocabulary=weight.shape[0])
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    targets = _Targets(labels.reshape(-1).long(), ignore_index, vocabulary=weight.shape[0])
     spec = LossSpec(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
@@ -116,13 +118,14 @@ def linear_cross_entropy(  # noqa: PLR0913 - all but three keyword-only
         ),
         summed=reduction != "none",
     )
-    loss: Tensor = _Loss.apply(spec, rows, weight, bias, targets, kept)  # type: ignore[no-untyped-call]
+    loss: Tensor = _Loss.apply(spec, targets, rows, weight, bias)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return loss.view(labels.shape)
     if reduction == "sum":
         return loss
     if num_items is None:  # the mean over no tokens is not a number, its gradients are zero
-        return loss / kept.numel() if kept.numel() else loss + math.nan
+        num_kept = targets.kept.numel()
+        return loss / num_kept if num_kept else loss + math.nan
     return loss / (num_items.to(loss.device) if isinstance(num_items, Tensor) else num_items)
 
 
@@ -155,25 +158,40 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tenso
         )
 
 
-def _kept_rows(targets: Tensor, ignore_index: int, *, vocabulary: int) -> Tensor:
-    """Return the indices of the labels that count; on the meta device, which has no values, all.
+class _Targets:
+    """The labels of all rows, those that count in `order` before the others.
 
-    The host waits for the device once: for how many there are and the range of their values.
+    How many count and the range of their values comes to the host while the device computes what
+    was launched before `kept` is asked for. On the meta device, which has no values, all count.
     """
-    if targets.is_meta or targets.numel() == 0:
-        return torch.arange(targets.numel(), device=targets.device)
-    counts = targets != ignore_index
-    inside = targets.where(counts, 0).aminmax()
-    num_kept, *ends = torch.stack([counts.sum(), *inside]).tolist()
-    rows = counts.logical_not().argsort(stable=True)[:num_kept]
-    for label in ends:
-        if not 0 <= label < vocabulary:
-            place = targets[rows].tolist().index(label)
-            raise DataError(
-                f"Label {label} (number {place + 1} of those that are not ignored) is outside the "
-                f"vocabulary of {vocabulary}. Labels are 0 to {vocabulary - 1}, or ignore_index."
-            )
-    return rows
+
+    def __init__(self, labels: Tensor, ignore_index: int, *, vocabulary: int) -> None:
+        self.labels, self._vocabulary = labels, vocabulary
+        self.are_waited_for = False
+        if labels.is_meta or labels.numel() == 0:
+            self.order = self.kept = torch.arange(labels.numel(), device=labels.device)
+            return
+        counts = labels != ignore_index
+        inside = labels.where(counts, 0).aminmax()
+        seen = torch.stack([counts.sum(), *inside])
+        read = begin_read(seen)
+        self._read, self.are_waited_for = read or seen.tolist, read is not None
+        self.order = counts.logical_not().argsort(stable=True)
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """The indices of the labels that count."""
+        num_kept, *ends = self._read()
+        rows = self.order[:num_kept]
+        for label in ends:
+            if not 0 <= label < self._vocabulary:
+                place = self.labels[rows].tolist().index(label)
+                raise DataError(
+                    f"Label {label} (number {place + 1} of those that are not ignored) is outside "
+                    f"the vocabulary of {self._vocabulary}. Labels are 0 to "
+                    f"{self._vocabulary - 1}, or ignore_index."
+                )
+        return rows
 
 
 def _autocasts(device_type: str) -> bool:
@@ -198,33 +216,33 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, spec: LossSpec, *tensors: Tensor | None) -> Tensor:
-        ctx.spec, ctx.gradients = spec, None
-        ctx.save_for_backward(*tensors)
+    def forward(ctx: Any, spec: LossSpec, targets: _Targets, *tensors: Tensor | None) -> Tensor:
+        ctx.spec, ctx.targets, ctx.gradients = spec, targets, None
+        ctx.save_for_backward(*tensors, targets.labels)
         if spec.summed:
-            losses, ctx.gradients = LossSweep(spec, *tensors).run()  # type: ignore[arg-type]
+            losses, ctx.gradients = LossSweep(spec, targets, *tensors).run()  # type: ignore[arg-type]
             return losses.sum()
         no_gradients = replace(spec, needs_gradient=(False,) * 3)
-        return LossSweep(no_gradients, *tensors).run()[0]  # type: ignore[arg-type]
+        return LossSweep(no_gradients, targets, *tensors).run()[0]  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         _refuse_second_derivative()
-        spec, inputs = ctx.spec, ctx.saved_tensors
+        spec, (*inputs, _) = ctx.spec, ctx.saved_tensors  # which raises if one was written into
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             weights = None if spec.summed else gradient
-            _, gradients = LossSweep(spec, *inputs, token_weights=weights).run()
+            sweep = LossSweep(spec, ctx.targets, *inputs, token_weights=weights)
+            _, gradients = sweep.run()
         return (
+            None,
             None,
             *(
                 None
                 if sums is None
                 else (sums.mul_(gradient) if spec.summed else sums).to(_gradient_dtype(x))
-                for x, sums in zip(inputs, gradients, strict=False)
+                for x, sums in zip(inputs, gradients, strict=True)
             ),
-            None,
-            None,
         )
 
 
@@ -299,26 +317,24 @@ def multiplies_narrow(hidden: Tensor) -> bool:
 
 
 class LossSweep:
-    """One pass over chunks of tokens; shapes: hidden (N, H), weight (V, H), bias (V), targets (N).
+    """One pass over chunks of tokens; shapes: hidden (N, H), weight (V, H), bias (V).
 
     Args:
-        kept: Indices of the rows that count; the others have a loss of 0.
+        targets: N labels; the rows of those that do not count have a loss of 0.
         token_weights: What each token's gradient is multiplied by, shape (N), or None.
     """
 
     def __init__(
         self,
         spec: LossSpec,
+        targets: _Targets,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
-        kept: Tensor,
         *,
         token_weights: Tensor | None = None,
     ) -> None:
-        self._spec = spec
-        self._hidden, self._targets, self._kept = hidden, targets, kept
+        self._spec, self._targets, self._hidden = spec, targets, hidden
         self._token_weights = token_weights
         self._wide = torch.promote_types(spec.dtype, torch.float32)
         # As it is if it can be: under the strategy it may be rounded, and is not read otherwise.
@@ -335,28 +351,32 @@ class LossSweep:
 
         The gradients are those of hidden, weight and bias; wider than these where they are sums.
         """
-        losses = self._hidden.new_zeros(self._targets.shape, dtype=self._wide)
-        if self._kept.numel():
-            size = chunk_tokens(
-                num_tokens=self._kept.numel(),
-                vocabulary=self._weight.shape[0],
-                bytes_per_logit=logit_bytes(
-                    compute_bytes=self._spec.dtype.itemsize,
-                    softcapped=self._spec.softcap is not None,
-                ),
-                chunk_bytes=self._spec.chunk_bytes,
-            )
-            with torch.autocast(self._hidden.device.type, enabled=False):
-                for tokens in self._kept.split(size):
-                    losses[tokens] = self._run_chunk(tokens)
+        targets = self._targets
+        losses = self._hidden.new_zeros(targets.order.shape, dtype=self._wide)
+        if not targets.order.numel():
+            return losses, self._sums
+        size = chunk_tokens(
+            num_tokens=targets.order.numel(),
+            vocabulary=self._weight.shape[0],
+            bytes_per_logit=logit_bytes(
+                compute_bytes=self._spec.dtype.itemsize,
+                softcapped=self._spec.softcap is not None,
+            ),
+            chunk_bytes=self._spec.chunk_bytes,
+        )
+        with torch.autocast(self._hidden.device.type, enabled=False):
+            # The device computes them, needed or not, while the host waits for what counts.
+            first = self._logits(targets.order[:size]) if targets.are_waited_for else None
+            for tokens in targets.kept.split(size):
+                losses[tokens] = self._run_chunk(tokens, first)
+                first = None
         return losses, self._sums
 
-    def _run_chunk(self, tokens: Tensor) -> Tensor:
+    def _run_chunk(self, tokens: Tensor, made: tuple[Tensor, Tensor] | None) -> Tensor:
         """Return the losses of some tokens and add their gradients to the sums."""
         spec = self._spec
-        hidden = self._hidden[tokens].to(spec.dtype)
-        targets = self._targets[tokens].unsqueeze(1)
-        logits = self._logits(hidden)
+        hidden, logits = (x[: len(tokens)] for x in made or self._logits(tokens))
+        targets = self._targets.labels[tokens].unsqueeze(1)
         at_targets = logits.gather(1, targets)
         mean = logits.mean(1, keepdim=True) if spec.label_smoothing else None
         highest = logits.amax(1, keepdim=True)
@@ -386,14 +406,15 @@ class LossSweep:
             self._add_gradients(tokens, hidden, slopes)
         return losses.squeeze(1)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Return logits in a type wide enough for the softmax."""
+    def _logits(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden states of tokens, and logits in a type wide enough for the softmax."""
+        hidden = self._hidden[tokens].to(self._spec.dtype)
         logits = functional.linear(hidden, self._weight, self._bias).to(self._wide)
         if self._spec.scale != 1:
             logits.mul_(self._spec.scale)
         if self._spec.softcap is not None:
             logits.div_(self._spec.softcap).tanh_().mul_(self._spec.softcap)
-        return logits
+        return hidden, logits
 
     def _add_gradients(self, tokens: Tensor, hidden: Tensor, slopes: Tensor) -> None:
         narrow = slopes.to(hidden.dtype)
