@@ -11,13 +11,10 @@ from torch.nn import functional
 
 from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.engine.device.base import Device
-from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.planning.schedule.stages import Partition
-from tests.engine.test_chain import one_block_each
 from tests.kit.engine import (
-    TIMEOUT_SECONDS,
     WIDTH,
     Regressor,
     Workers,
@@ -429,22 +426,16 @@ def check_kind(name: str, devices: Sequence[Device], *, tolerance: float) -> Non
     plain = plain_step(module, batches)
     buffers = {n: b.clone() for n, b in module.named_buffers()}
     chain = Chain.from_stacks(stacks[-1:])
-    counts = {"num_workers": 2, "num_microbatches": num_microbatches}
-    with Engine(
-        module,
-        stack=stacks,
-        devices=devices,
-        plan=one_block_each(chain, **counts),
-        chain=chain,
-        timeout_seconds=TIMEOUT_SECONDS,
-    ) as engine:
+    counts: Any = {"num_workers": 2, "num_microbatches": num_microbatches}
+    plan = plan_of(chain, **counts)
+    with engine_of(module, stacks, plan, devices=devices, chain=chain) as engine:
         for _ in range(2):
             module.load_state_dict(original)
             result = mean_step(engine, batches)
             assert not differences(module, result, plain, tolerance=tolerance)
             for buffer_name, buffer in module.named_buffers():
                 assert torch.equal(buffer, buffers[buffer_name]), buffer_name
-            engine.plan_for(result.chain, one_block_each(result.chain, **counts))
+            engine.plan_for(result.chain, plan_of(result.chain, **counts))
         assert not result.num_streamed
     assert sum(len(stack.blocks) for stack in stacks) <= len(result.chain)
 
@@ -470,7 +461,7 @@ def test_compiled_modules_run_as_they_are(workers: Workers) -> None:
     compiled.clear()
     torch._dynamo.reset()
     stack = layers_of(module)
-    plan = one_block_each(Chain.from_stacks([stack]), num_workers=2, num_microbatches=4)
+    plan = plan_of(Chain.from_stacks([stack]), num_workers=2, num_microbatches=4)
     with engine_of(module, stack, plan, devices=workers(2)) as engine:
         assert not differences(module, mean_step(engine, batches), plain, tolerance=1e-6)
         with torch.inference_mode():

@@ -7,30 +7,30 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
-from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import StepResult
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
 from tests.kit.engine import (
-    TIMEOUT_SECONDS,
     WIDTH,
     Block,
     Plain,
     Regressor,
-    cpu_workers,
+    Step,
     differences,
     emulated_workers,
+    engine_for,
+    engine_of,
+    engine_step,
     layers_of,
     mean_step,
     plain_step,
     plan_of,
     regression_batches,
     stack_of,
+    training_step,
 )
 from tests.kit.plans import default_plan
-
-Step = Callable[[Any, Any, int], Any]
 
 
 class Pair(nn.Module):
@@ -75,10 +75,6 @@ class EncoderDecoder(nn.Module):
         return functional.mse_loss(self.tail(hidden).squeeze(-1), y)
 
 
-def call_step(view: Any, batch: Any, index: int) -> Any:
-    return view.training_step(batch, 0)
-
-
 def plan_for(chain: Chain, *, num_workers: int, num_microbatches: int) -> Plan:
     blocks = tuple(
         BlockProfile(name=link.name, forward_seconds=1, backward_seconds=2 * link.backward)
@@ -88,17 +84,11 @@ def plan_for(chain: Chain, *, num_workers: int, num_microbatches: int) -> Plan:
     return default_plan(profile, num_workers=num_workers, num_microbatches=num_microbatches)
 
 
-def one_block_each(chain: Chain, *, num_workers: int, num_microbatches: int) -> Plan:
-    names = BlockStack(name="chain", blocks=tuple(nn.Identity() for _ in chain.names),
-                       names=chain.names)  # fmt: skip
-    return plan_of(names, num_workers=num_workers, num_microbatches=num_microbatches)
-
-
 def check(
     make: Callable[[], tuple[nn.Module, Sequence[BlockStack]]],
     *,
     names: Sequence[str],
-    call: Step = call_step,
+    call: Step = training_step,
     tolerance: float = 0.0,
     emulated_tolerance: float = 1e-6,
     main: int = 0,
@@ -123,23 +113,17 @@ def check(
             batches = regression_batches(num_microbatches)
             plain = plain_step(module, batches, call=call)
             first = Chain.from_stacks([stacks[main]])
-            counts = {"num_workers": num_workers, "num_microbatches": num_microbatches}
-            devices = emulated_workers(num_workers) if emulated else cpu_workers(num_workers)
-            with Engine(
-                module,
-                stack=stacks,
-                devices=devices,
-                plan=plan_for(first, **counts),
-                chain=first,
-                timeout_seconds=TIMEOUT_SECONDS,
-            ) as engine:
+            counts: Any = {"num_workers": num_workers, "num_microbatches": num_microbatches}
+            devices = emulated_workers(num_workers) if emulated else None
+            plan = plan_for(first, **counts)
+            with engine_of(module, stacks, plan, devices=devices, chain=first) as engine:
                 limit = max(tolerance, emulated_tolerance) if emulated else tolerance
                 result = mean_step(engine, batches, call=call)
                 assert not differences(module, result, plain, tolerance=limit)
                 assert list(result.chain.names) == list(names)
                 if cuts is not None:
                     assert list(result.chain.cuts) == list(cuts)
-                for make_plan in (plan_for, one_block_each)[emulated:]:
+                for make_plan in (plan_for, plan_of)[emulated:]:
                     planned = result.chain
                     engine.plan_for(planned, make_plan(planned, **counts))
                     second = mean_step(engine, batches, call=call)
@@ -310,14 +294,13 @@ def test_blocks_out_of_order_and_repeated() -> None:
     check(regressor, names=names, call=call)
 
 
-def _steps(call: Step, num_microbatches: int = 3, **parts: Any) -> tuple[StepResult, Any, Plain]:
+def _steps(call: Step, num_microbatches: int = 3) -> tuple[StepResult, Any, Plain]:
     module, stacks = regressor()
     batches = regression_batches(num_microbatches)
     plain = plain_step(module, batches, call=call)
     chain = Chain.from_stacks(stacks)
-    plan = one_block_each(chain, num_workers=2, num_microbatches=num_microbatches)
-    with Engine(module, stack=stacks, devices=cpu_workers(2), plan=plan) as engine:
-        return mean_step(engine, batches, call=call), module, plain
+    plan = plan_of(chain, num_workers=2, num_microbatches=num_microbatches)
+    return engine_step(module, stacks, plan, batches, call=call), module, plain
 
 
 def test_a_block_that_some_microbatches_skip_or_repeat() -> None:
@@ -346,11 +329,9 @@ def test_a_first_stack_that_is_not_called() -> None:
     module, batches = EncoderDecoder(), regression_batches(2)
     plain = plain_step(module, batches, call=call)
     chain = Chain.from_stacks(module.stacks)
-    counts = {"num_workers": 2, "num_microbatches": 2}
+    counts: dict[str, Any] = {"num_workers": 2, "num_microbatches": 2}
     plan = plan_for(chain, **counts)
-    with Engine(
-        module, stack=module.stacks, devices=cpu_workers(2), plan=plan, chain=chain
-    ) as engine:
+    with engine_of(module, module.stacks, plan, chain=chain) as engine:
         for _ in range(2):
             result = mean_step(engine, batches, call=call)
             assert not differences(module, result, plain)
@@ -405,8 +386,6 @@ def test_a_switch_that_holds_for_one_call(mode: str) -> None:
 
 def test_what_a_switch_is_left_at_reaches_the_module() -> None:
     module = Regressor(3, make_block=Switched)
-    stack = layers_of(module)
-    plan = plan_of(stack, num_workers=2, num_microbatches=3)
     seen: list[bool] = []
 
     def call(view: Any, batch: Any, index: int) -> Any:
@@ -414,9 +393,9 @@ def test_what_a_switch_is_left_at_reaches_the_module() -> None:
         view.layers[0].enabled = False
         view.layers[1].enabled = False
         view.layers[1].enabled = True
-        return call_step(view, batch, index)
+        return training_step(view, batch, index)
 
-    with Engine(module, stack=stack, devices=cpu_workers(2), plan=plan) as engine:
+    with engine_for(module) as engine:
         mean_step(engine, regression_batches(3), call=call)
     assert [layer.enabled for layer in module.layers] == [False, True, True]
 
@@ -430,10 +409,9 @@ def test_a_worker_never_holds_more_than_its_stage_and_a_streamed_block() -> None
     values = 4096  # boundaries of a few samples
     largest = max(block.values())
     batches = regression_batches(2)
-    plan = one_block_each(first, num_workers=3, num_microbatches=2)
-    with Engine(
-        module, stack=module.stacks, devices=emulated_workers(3), plan=plan, chain=first
-    ) as engine:
+    plan = plan_of(first, num_workers=3, num_microbatches=2)
+    devices = emulated_workers(3)
+    with engine_of(module, module.stacks, plan, devices=devices, chain=first) as engine:
         for _ in range(2):
             result = mean_step(engine, batches)
             with torch.no_grad():
@@ -442,7 +420,7 @@ def test_a_worker_never_holds_more_than_its_stage_and_a_streamed_block() -> None
                 # Two slots, gradients that are downloaded, and what is streamed.
                 assert 0 < worker.peak_bytes() <= 4 * largest + outside + values
                 assert worker.peak_bytes() < sum(block.values())
-            planned = one_block_each(result.chain, num_workers=3, num_microbatches=2)
+            planned = plan_of(result.chain, num_workers=3, num_microbatches=2)
             engine.plan_for(result.chain, planned)
 
 
@@ -466,8 +444,8 @@ def test_buffers_of_a_block_that_runs_twice() -> None:
         return functional.mse_loss(view(x) * view(x + 1), y)
 
     chain = Chain.recorded([*Chain.from_stacks([stack]).links] * 2)
-    plan = one_block_each(chain, num_workers=2, num_microbatches=1)
-    with Engine(module, stack=stack, devices=cpu_workers(2), plan=plan, chain=chain) as engine:
+    plan = plan_of(chain, num_workers=2, num_microbatches=1)
+    with engine_of(module, stack, plan, chain=chain) as engine:
         mean_step(engine, batches, call=call)
     assert module.layers[0].calls == 2
 

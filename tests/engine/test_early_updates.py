@@ -16,7 +16,14 @@ from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
-from tests.kit.engine import Regressor, layers_of, plain_step, plan_of, regression_batches
+from tests.kit.engine import (
+    Regressor,
+    layers_of,
+    mean_step,
+    plain_step,
+    plan_of,
+    regression_batches,
+)
 from tests.kit.moments import call_in_backward
 
 NUM_MICROBATCHES = 2
@@ -43,15 +50,8 @@ def opened(
 
 
 def step(engine: Engine) -> dict[nn.Parameter, Tensor]:
-    return (
-        engine.begin_step(
-            regression_batches(NUM_MICROBATCHES),
-            lambda view, batch, index: view.training_step(batch, index),
-            loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
-        )
-        .result()
-        .gradients
-    )
+    batches = regression_batches(NUM_MICROBATCHES)
+    return mean_step(engine, batches, call=lambda v, b, i: v.training_step(b, i)).gradients
 
 
 def finish(updater: Updater, optimizer: Any, gradients: dict[nn.Parameter, Tensor]) -> None:
@@ -220,10 +220,9 @@ def test_gradients_of_a_step_that_failed_are_not_of_the_next_one(
     optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     with opened(module) as (engine, updater):
         updater.begin(optimizer)
+        batches = regression_batches(NUM_MICROBATCHES)
         with pytest.raises(ValueError, match="a fault"):
-            engine.begin_step(
-                regression_batches(NUM_MICROBATCHES), call, loss_scales=[9.0, 9.0]
-            ).result()
+            mean_step(engine, batches, call=call, loss_scales=[9.0, 9.0])
         updater.abandon(RuntimeError())
         optimizer = optimizer_of(module)
         updater.begin(optimizer)

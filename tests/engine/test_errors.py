@@ -33,7 +33,6 @@ from tests.kit.engine import (
     plan_of,
     regression_batches,
     stack_of,
-    training_step,
 )
 from tests.kit.moments import call_in_backward
 
@@ -184,11 +183,10 @@ def test_no_block_has_its_gradients_before_every_output_was_looked_at(workers: W
         taken.extend(gradients)
         return []
 
-    scales = [1 / NUM_MICROBATCHES] * NUM_MICROBATCHES
     with engine_for(module, num_microbatches=NUM_MICROBATCHES, devices=workers(2)) as engine:
         engine.store.take_gradients = take
         with pytest.raises(PlannedError):
-            engine.begin_step(batches, training_step, loss_scales=scales, verify=look).result()
+            mean_step(engine, batches, verify=look)
         assert not taken
         assert not differences(module, mean_step(engine, batches), plain)
         assert taken
@@ -413,10 +411,8 @@ def test_parameters_replaced_while_the_engine_is_open() -> None:
 def _outputs(call: Callable[[Any, Any, int], Any], scales: list[float] | None = None) -> Any:
     module = Regressor()
     with engine_for(module, num_workers=2, num_microbatches=3) as engine:
-        result = engine.begin_step(
-            regression_batches(3), call, loss_scales=scales or [1.0] * 3
-        ).result()
-        return module, result
+        scales = scales or [1.0] * 3
+        return module, mean_step(engine, regression_batches(3), call=call, loss_scales=scales)
 
 
 def test_a_loss_without_gradient() -> None:
@@ -472,9 +468,7 @@ def test_as_many_microbatches_and_scales_as_planned() -> None:
     with engine_for(module, num_workers=2, num_microbatches=3) as engine:
         for num, scales in ((2, [1.0] * 3), (3, [1.0] * 2), (4, [1.0] * 4)):
             with pytest.raises(BatchError, match="plan of 3 microbatches"):
-                engine.begin_step(
-                    regression_batches(num), training_step, loss_scales=scales
-                ).result()
+                mean_step(engine, regression_batches(num), loss_scales=scales)
 
 
 def test_plans_for_other_numbers() -> None:
@@ -490,9 +484,7 @@ def test_plans_for_other_numbers() -> None:
         engine_of(module, stack, plan, devices=emulated_workers(3))
     other = plan_of(stack, num_workers=3, num_microbatches=3)
     with engine_of(module, stack, plan) as engine, pytest.raises(PlanError, match="3 workers"):
-        engine.begin_step(
-            regression_batches(3), training_step, loss_scales=[1.0] * 3, plan=other
-        ).result()
+        mean_step(engine, regression_batches(3), plan=other)
 
 
 def test_another_plan_of_the_same_engine() -> None:
@@ -501,10 +493,7 @@ def test_another_plan_of_the_same_engine() -> None:
     with engine_for(module, num_microbatches=3) as engine:
         for num in (3, 5, 1, 5, 3):
             batches = regression_batches(num)
-            plan = plan_of(stack, num_microbatches=num)
-            result = engine.begin_step(
-                batches, training_step, loss_scales=[1 / num] * num, plan=plan
-            ).result()
+            result = mean_step(engine, batches, plan=plan_of(stack, num_microbatches=num))
             assert not differences(module, result, plain_step(module, batches))
 
 

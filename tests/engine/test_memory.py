@@ -151,13 +151,7 @@ def test_memory_does_not_grow(server: str, joined: bool, backward: bool) -> None
         _no_collection(),
     ):
         for _ in range(4):
-            engine.begin_step(
-                batches,
-                lambda view, batch, index: view.training_step(batch, 0),
-                loss_scales=[1.0] * len(batches),
-                joined=joined,
-                backward=backward,
-            ).result()
+            mean_step(engine, batches, joined=joined, backward=backward)
             module.notes.clear()
             pages = engine.staging_bytes // PAGE_BYTES  # a block each: as many as were in flight
             counts.append((len(_tensors()) - pages, len(gc.get_objects())))

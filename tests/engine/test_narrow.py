@@ -25,6 +25,7 @@ from tests.kit.engine import (
     LockingDevice,
     Regressor,
     layers_of,
+    mean_step,
     plan_of,
     regression_batches,
 )
@@ -43,12 +44,7 @@ def opened(module: Any, upload_dtype: torch.dtype | None, **options: Any) -> Eng
 
 
 def step(engine: Engine, *, context: Callable[[], Any] = AUTOCAST) -> StepResult:
-    return engine.begin_step(
-        regression_batches(NUM_MICROBATCHES),
-        lambda view, batch, index: view.training_step(batch, index),
-        loss_scales=[1 / NUM_MICROBATCHES] * NUM_MICROBATCHES,
-        thread_context=context,
-    ).result()
+    return mean_step(engine, regression_batches(NUM_MICROBATCHES), context=context)
 
 
 def uploaded(result: StepResult) -> int:

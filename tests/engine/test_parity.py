@@ -19,7 +19,6 @@ from roundpipe_lightning.errors import CaptureError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.emulation.test_placement import NormBlock
-from tests.engine.test_chain import one_block_each
 from tests.kit.architectures import (
     ARCHITECTURES,
     CausalLM,
@@ -345,7 +344,7 @@ def test_generation_with_an_encoder_and_two_caches(workers: Workers, planned: li
 
     stacks = find_stacks(module, None)
     chain = EngineChain.from_stacks([stacks[i] for i in planned])
-    plan = one_block_each(chain, num_workers=3, num_microbatches=1)
+    plan = plan_of(chain, num_workers=3, num_microbatches=1)
     devices = workers(3)
     with torch.no_grad():
         want = generate(module, ids)

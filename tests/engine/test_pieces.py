@@ -27,10 +27,11 @@ from tests.kit.engine import (
     cpu_workers,
     emulated_workers,
     engine_for,
-    training_step,
+    mean_step,
 )
 
 ROWS = 7
+JOINED: dict[str, Any] = {"joined": True, "step_seed": 0}
 
 
 def batch_of(num_rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -61,9 +62,7 @@ def compare(module: Any, engine: Engine, *, num_rows: int = ROWS, steps: int = 1
     wanted = {name: p.grad for name, p in twin.named_parameters()}
     for _ in range(steps):
         torch.manual_seed(3)
-        result = engine.begin_step(
-            [batch], training_step, loss_scales=[1.0], joined=True, step_seed=0
-        ).result()
+        result = mean_step(engine, [batch], **JOINED)
     assert result.losses[0] is not None
     torch.testing.assert_close(result.losses[0], loss.detach())
     for name, parameter in module.named_parameters():
@@ -580,10 +579,11 @@ def test_what_does_not_reach_into_blocks_is_refused(call: Any, message: str) -> 
         return functional.mse_loss(call(view, batch[0]), batch[1])
 
     # Transforms do not know of emulated tensors, nor do graphs.
-    with engine_for(module, devices=[CpuDevice(0), CpuDevice(1)], num_microbatches=3) as engine:
-        begun = engine.begin_step([batch_of()], step, loss_scales=[1.0], joined=True, step_seed=0)
-        with pytest.raises((CaptureError, ConfigurationError), match=message):
-            begun.result()
+    with (
+        engine_for(module, devices=[CpuDevice(0), CpuDevice(1)], num_microbatches=3) as engine,
+        pytest.raises((CaptureError, ConfigurationError), match=message),
+    ):
+        mean_step(engine, [batch_of()], call=step, **JOINED)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -669,15 +669,14 @@ class WritesMask(Shared):
 @pytest.mark.parametrize("backward", [False, True])
 def test_what_a_block_was_given_is_not_written_into_before_pieces_read_it(backward: bool) -> None:
     module, stages = WritesMask(), Partition(forward=(2, 2), backward=(0, 3, 1))
-    step: dict[str, Any] = {"loss_scales": [1.0], "joined": True, "step_seed": 0}
+    step = {**JOINED, "backward": backward}
     # A piece that runs meanwhile sees it as its own block's doing.
     refused = r"'layers\.0' (was given has been written into|writes into a tensor)"
     with engine_for(module, num_workers=2, num_microbatches=3, partition=stages) as engine:
         with pytest.raises(CaptureError, match=refused):
-            engine.begin_step([batch_of()], training_step, backward=backward, **step).result()
+            mean_step(engine, [batch_of()], **step)
         module.writes = False  # the engine goes on after a step that has failed
-        result = engine.begin_step([batch_of()], training_step, backward=backward, **step).result()
-        assert result.losses[0] is not None
+        assert mean_step(engine, [batch_of()], **step).losses[0] is not None
 
 
 class KeepsMean(Block):

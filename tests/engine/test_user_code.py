@@ -38,7 +38,6 @@ from tests.kit.engine import (
     plan_of,
     regression_batches,
     stack_of,
-    training_step,
 )
 
 
@@ -179,9 +178,7 @@ def test_a_mode_sees_the_functions_of_the_blocks_and_few_of_the_engine() -> None
         return modes[-1]
 
     with engine_for(module, num_microbatches=2, devices=emulated_workers(2)) as engine:
-        engine.begin_step(
-            batches, training_step, loss_scales=[0.5, 0.5], thread_context=context
-        ).result()
+        mean_step(engine, batches, context=context)
     seen = sum((mode.seen for mode in modes), Counter[str]())
     assert seen["linear"] == plain.seen["linear"] + 4 * 2 * 2, "the blocks once more: recomputed"
     assert seen["mse_loss"] == 2
@@ -209,9 +206,7 @@ def test_asked_in_training_outside_the_blocks_only(workers: Workers) -> None:
     module = Regressor(num_blocks=3)
     outside = Linears()
     with engine_for(module, num_microbatches=2, devices=workers(2)) as engine:
-        result = engine.begin_step(
-            regression_batches(2), training_step, loss_scales=[0.5, 0.5], outside=outside
-        ).result()
+        result = mean_step(engine, regression_batches(2), outside=outside)
     assert sorted(outside.shapes) == [(1, 8), (1, 8), (8, 8), (8, 8)]
     assert all(len(places) == 1 for places in outside.places)
     batches = regression_batches(2)
@@ -474,9 +469,7 @@ def test_a_momentum_teacher_moves_once_in_a_step_that_runs_once(write: Any, devi
             twin.zero_grad()
             loss = twin.training_step(batch, 0)
             loss.backward()
-            result = engine.begin_step(
-                [batch], training_step, loss_scales=[1.0], joined=True
-            ).result()
+            result = mean_step(engine, [batch], joined=True)
             torch.testing.assert_close(result.losses[0], loss.detach())
             torch.testing.assert_close(
                 dict(module.named_parameters()), dict(twin.named_parameters())
@@ -511,7 +504,7 @@ def test_what_is_written_is_uploaded_again_in_its_step_alone_and_not_from_what_m
             if not writes:
                 module.__class__ = _StillTeacher
             device.num_uploads = 0
-            engine.begin_step([batch], training_step, loss_scales=[1.0], joined=True).result()
+            mean_step(engine, [batch], joined=True)
             counts.append(device.num_uploads)
     assert counts[1] > counts[2] == counts[3] == 2, "the batch"
     assert not device.num_from_locked

@@ -212,21 +212,15 @@ def plain_step(
 
 def engine_of(
     module: nn.Module,
-    stack: BlockStack | None,
+    stack: BlockStack | Sequence[BlockStack] | None,
     plan: Plan,
     *,
     devices: Sequence[Device] | None = None,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    compiler: BlockCompiler | None = None,
+    **options: Any,
 ) -> Engine:
-    return Engine(
-        module,
-        stack=stack,
-        devices=cpu_workers(plan.num_workers) if devices is None else devices,
-        plan=plan,
-        timeout_seconds=timeout_seconds,
-        compiler=compiler,
-    )
+    devices = cpu_workers(plan.num_workers) if devices is None else devices
+    options = {"timeout_seconds": TIMEOUT_SECONDS, **options}
+    return Engine(module, stack=stack, devices=devices, plan=plan, **options)
 
 
 def engine_for(
@@ -260,14 +254,15 @@ def mean_step(
     *,
     call: Step = training_step,
     context: Context = nullcontext,
+    **options: Any,
 ) -> StepResult:
-    scales = [1 / len(batches)] * len(batches)
-    return engine.begin_step(batches, call, loss_scales=scales, thread_context=context).result()
+    options = {"loss_scales": [1 / len(batches)] * len(batches), **options}
+    return engine.begin_step(batches, call, thread_context=context, **options).result()
 
 
 def engine_step(
     module: nn.Module,
-    stack: BlockStack | None,
+    stack: BlockStack | Sequence[BlockStack] | None,
     plan: Plan,
     batches: Sequence[Any],
     *,
