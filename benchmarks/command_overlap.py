@@ -36,11 +36,12 @@ from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import Step
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
-from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
+from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.planning.model.hardware import config_folder
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.strategy import runtime
+from tests.kit.engine import units_of
 
 NUM_WORKERS, NUM_BLOCKS, NUM_MICROBATCHES = 4, 8, 8
 _NUM_WEIGHTS = 1_000
@@ -156,8 +157,7 @@ class Measurement:
             module.log = lambda *_: None  # type: ignore[assignment, method-assign]
             (stack,) = find_stacks(module, None)
             with Engine(module, stack=stack, devices=server.devices, plan=plan) as engine:
-                blocks = dict(zip(stack.names, stack.blocks, strict=True))
-                units = update_units(module, blocks, shared=engine.store.shared)
+                units = units_of(engine, module)
                 optimizer = module.configure_optimizers()
                 stale = update == "async"
                 with Updater(engine.store, units, stale=stale, run_unit=self.run_unit) as updater:

@@ -51,10 +51,10 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
-from roundpipe_lightning.engine.chain.chain import BlockStack
-from roundpipe_lightning.engine.engine import Engine, StepResult
+from roundpipe_lightning.engine.engine import Engine
+from roundpipe_lightning.engine.steps import Step, StepResult
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
-from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
+from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
 from roundpipe_lightning.planning.cost.costs import stage_costs
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
@@ -64,12 +64,14 @@ from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.planner import plan_of_one_batch, plan_training
 from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
+from tests.kit.engine import engine_of, layers_of, units_of
 
 BYTES_PER_BYTE = 10_000
 """Bytes of a model for each byte of the tiny one."""
 
-_CHUNK_BYTES = 100_000_000
-"""Of a model: longest copy that cannot be overtaken. Real ones are shorter; each costs the host."""
+CHUNK_BYTES = 100_000_000 // BYTES_PER_BYTE
+"""Longest copy that cannot be overtaken, 100 MB of a model. Real ones are shorter; each costs the
+host."""
 
 _NUMBER_BYTES = 4
 
@@ -119,6 +121,7 @@ class TimedModel(nn.Module):
         self, profile: ModelProfile, *, server: EmulatedServer, time_scale: float, pieces: int = 1
     ) -> None:
         super().__init__()
+        self.server = server
         self.layers = nn.ModuleList(
             TimedBlock(block, server=server, time_scale=time_scale) for block in profile.blocks
         )
@@ -231,8 +234,7 @@ class Optimizer:
             yield lambda result: None
             return
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        blocks = {n: b for s in engine.stacks for n, b in zip(s.names, s.blocks, strict=True)}
-        units = update_units(model, blocks, shared=engine.store.shared)
+        units = units_of(engine, model)
         total = sum(unit.num_bytes for unit in units)
 
         def run_unit(unit: UpdateUnit, step: CapturedStep) -> None:
@@ -254,17 +256,12 @@ class Optimizer:
             updater.join()
 
 
-def measure(
-    case: Case,
-    *,
-    num_steps: int,
-    time_scale: float,
-    tags: bool = False,
-    optimizer: Optimizer | None = None,
-) -> list[Measured]:
-    """Run steps; the first is not among those returned."""
+@contextmanager
+def opened(
+    case: Case, *, time_scale: float, **server: Any
+) -> Iterator[tuple[Engine, TimedModel, list[Tensor]]]:
+    """Open a case's engine on its emulated server; give the microbatches of a step, too."""
     hardware, plan = case.hardware, case.plan
-    optimizer = Optimizer() if optimizer is None else optimizer
     scale = BYTES_PER_BYTE * time_scale
     timing = EmulatedTiming(
         upload_bytes_per_second=hardware.upload_bytes_per_second / scale,
@@ -275,29 +272,47 @@ def measure(
     pieces = plan.num_microbatches if plan.joined else 1
     batches = [torch.zeros(pieces * math.ceil(boundary / _NUMBER_BYTES))]
     batches *= plan.num_microbatches // pieces
-    chunk_bytes = _CHUNK_BYTES // BYTES_PER_BYTE
-    with EmulatedServer(
-        plan.num_workers,
-        timing=timing,
-        tags=tags,
-        chunk_bytes=chunk_bytes,
-        speeds=plan.speeds or None,
-    ) as server:
-        model = TimedModel(case.profile, server=server, time_scale=time_scale, pieces=pieces)
-        names = tuple(f"layers.{index}" for index in range(len(model.layers)))
-        stack = BlockStack(name="layers", blocks=tuple(model.layers), names=names)
-        with (
-            Engine(model, stack=stack, devices=server.devices, plan=plan) as engine,
-            optimizer.running(engine, model) as update,
-        ):
-            measured = []
-            how = {"time_scale": time_scale, "joined": plan.joined}
-            with frozen_objects() as freeze:
-                for _ in range(num_steps + 1):
-                    step, result = _step(engine, server, batches, **how)
-                    measured.append(step)
-                    update(result)
-                    freeze()
+    options = {"tags": False, "speeds": plan.speeds or None, **server}
+    with EmulatedServer(plan.num_workers, timing=timing, **options) as emulated:
+        model = TimedModel(case.profile, server=emulated, time_scale=time_scale, pieces=pieces)
+        with engine_of(model, layers_of(model), plan, devices=emulated.devices) as engine:
+            yield engine, model, batches
+
+
+def begin(engine: Engine, batches: Sequence[Tensor], *, joined: bool = False) -> Step:
+    """Begin a step."""
+    return engine.begin_step(
+        batches,
+        lambda view, batch, index: view.training_step(batch, index),
+        loss_scales=[1 / len(batches)] * len(batches),
+        joined=joined,
+    )
+
+
+def measure(
+    case: Case,
+    *,
+    num_steps: int,
+    time_scale: float,
+    tags: bool = False,
+    optimizer: Optimizer | None = None,
+) -> list[Measured]:
+    """Run steps; the first is not among those returned."""
+    optimizer = Optimizer() if optimizer is None else optimizer
+    how: dict[str, Any] = {"time_scale": time_scale, "chunk_bytes": CHUNK_BYTES, "tags": tags}
+    with (
+        opened(case, **how) as (engine, model, batches),
+        optimizer.running(engine, model) as update,
+        frozen_objects() as freeze,
+    ):
+        measured = []
+        for _ in range(num_steps + 1):
+            began, processor = time.perf_counter(), time.process_time()
+            result = begin(engine, batches, joined=case.plan.joined).result()
+            host_share = (time.process_time() - processor) / (time.perf_counter() - began)
+            measured.append(seen(model.server, time_scale=time_scale, host_share=host_share))
+            update(result)
+            freeze()
     return measured[1:]
 
 
@@ -337,35 +352,20 @@ def frozen_objects() -> Iterator[Callable[[], None]]:
         gc.unfreeze()
 
 
-def _step(
-    engine: Engine,
-    server: EmulatedServer,
-    batches: Sequence[Tensor],
-    *,
-    time_scale: float,
-    joined: bool,
-) -> tuple[Measured, StepResult]:
-    begin, processor = time.perf_counter(), time.process_time()
-    result = engine.begin_step(
-        batches,
-        lambda view, batch, index: view.training_step(batch, index),
-        loss_scales=[1 / len(batches)] * len(batches),
-        joined=joined,
-    ).result()
-    host_share = (time.process_time() - processor) / (time.perf_counter() - begin)
+def seen(server: EmulatedServer, *, time_scale: float, host_share: float = 0.0) -> Measured:
+    """Return what the devices have computed since their clocks began."""
     rows = [device.compute.spans for device in server.devices]
     starts = [start for row in rows for start, _ in row]
     ends = [end for row in rows for _, end in row]
     makespan = max(ends) - min(starts)
     busy = [sum(end - start for start, end in row) for row in rows]
-    measured = Measured(
+    return Measured(
         begin_seconds=min(starts) / time_scale,
         makespan_seconds=makespan / time_scale,
         bubble_fraction=1 - sum(busy) / (makespan * len(rows)),
         worst_fraction=1 - min(busy) / makespan,
         host_share=host_share,
     )
-    return measured, result
 
 
 def measure_updates(

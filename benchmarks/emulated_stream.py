@@ -14,26 +14,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-from emulated_server import BYTES_PER_BYTE, Case, TimedModel, case_of, frozen_objects
+from emulated_server import (
+    CHUNK_BYTES,
+    Case,
+    Measured,
+    begin,
+    case_of,
+    frozen_objects,
+    opened,
+    seen,
+)
 from published_timings import DEFAULT_TIMINGS, load_timings
 from torch import Tensor
 
-from roundpipe_lightning.emulation.server import EmulatedServer
-from roundpipe_lightning.emulation.timing import EmulatedTiming
-from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.engine import Engine
-from roundpipe_lightning.engine.steps import Step
 from roundpipe_lightning.planning.cost.costs import stage_costs
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.schedule.plan import rotated, turns_of_batch
@@ -41,20 +44,6 @@ from roundpipe_lightning.planning.schedule.schedule import Action, Schedule, Tim
 from roundpipe_lightning.planning.search.request import PartitionHints
 
 WAYS = {"round_the_workers": True, "from_worker_0": False}
-_CHUNK_BYTES = 100_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stream:
-    """Some batches.
-
-    Attributes:
-        makespan_seconds: From the first computation to the end of the last, of the unscaled time.
-        bubble_fraction: Share of the workers' time in which they did not compute.
-    """
-
-    makespan_seconds: float
-    bubble_fraction: float
 
 
 def simulated(case: Case, *, num_batches: int, goes_round: bool, hop_seconds: float) -> Timeline:
@@ -96,63 +85,27 @@ def starting(*, goes_round: bool) -> Iterator[None]:
 
 def measure(
     case: Case, *, num_batches: int, num_streams: int, time_scale: float, goes_round: bool
-) -> list[Stream]:
+) -> list[Measured]:
     """Run one batch alone, then streams of batches."""
-    hardware, plan = case.hardware, case.plan
-    scale = BYTES_PER_BYTE * time_scale
-    timing = EmulatedTiming(
-        upload_bytes_per_second=hardware.upload_bytes_per_second / scale,
-        download_bytes_per_second=hardware.download_bytes_per_second / scale,
-        host_bytes_per_second=hardware.host_bytes_per_second / scale,
-    )
-    boundary = case.profile.blocks[0].boundary_bytes / BYTES_PER_BYTE
-    batches = [torch.zeros(math.ceil(boundary / 4))] * plan.num_microbatches
     with (
         starting(goes_round=goes_round),
-        EmulatedServer(
-            plan.num_workers,
-            timing=timing,
-            tags=False,
-            chunk_bytes=_CHUNK_BYTES // BYTES_PER_BYTE,
-        ) as server,
+        opened(case, time_scale=time_scale, chunk_bytes=CHUNK_BYTES) as (engine, model, batches),
+        frozen_objects() as freeze,
     ):
-        model = TimedModel(case.profile, server=server, time_scale=time_scale)
-        names = tuple(f"layers.{index}" for index in range(len(model.layers)))
-        stack = BlockStack(name="layers", blocks=tuple(model.layers), names=names)
-        with (
-            Engine(model, stack=stack, devices=server.devices, plan=plan) as engine,
-            frozen_objects() as freeze,
-        ):
-            _run(engine, batches, num_batches=1)
-            freeze()
-            found = []
-            for _ in range(num_streams):
-                _run(engine, batches, num_batches=num_batches)
-                found.append(_seen(server, time_scale=time_scale))
+        _run(engine, batches, num_batches=1)
+        freeze()
+        found = []
+        for _ in range(num_streams):
+            _run(engine, batches, num_batches=num_batches)
+            found.append(seen(model.server, time_scale=time_scale))
     return found
 
 
 def _run(engine: Engine, batches: Sequence[Tensor], *, num_batches: int) -> None:
-    steps: list[Step] = []
     for _ in range(num_batches):
-        step = engine.begin_step(
-            batches,
-            lambda view, batch, index: view.training_step(batch, index),
-            loss_scales=[1 / len(batches)] * len(batches),
-        )
+        step = begin(engine, batches)
         step.outputs()
-        steps.append(step)
-    steps[-1].result()
-
-
-def _seen(server: EmulatedServer, *, time_scale: float) -> Stream:
-    rows = [device.compute.spans for device in server.devices]
-    spans = [span for row in rows for span in row]
-    makespan = max(end for _, end in spans) - min(start for start, _ in spans)
-    busy = sum(end - start for start, end in spans)
-    return Stream(
-        makespan_seconds=makespan / time_scale, bubble_fraction=1 - busy / (makespan * len(rows))
-    )
+    step.result()
 
 
 def main() -> None:

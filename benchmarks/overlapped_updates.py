@@ -28,33 +28,25 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from emulated_server import BYTES_PER_BYTE, Case, TimedModel, case_of
+from emulated_server import Case, begin, case_of, opened
 from published_timings import DEFAULT_TIMINGS, load_timings
 from torch import Tensor, nn
 
-from roundpipe_lightning.emulation.server import EmulatedServer
-from roundpipe_lightning.emulation.timing import EmulatedTiming
-from roundpipe_lightning.engine.chain.chain import BlockStack
-from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
-from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
-from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from tests.kit.plans import default_plan
+from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit
+from tests.kit.engine import auto_plan, engine_of, layers_of, units_of
 
 WAYS = ("none", "after", "exact", "early", "async")
 _NUM_UNMEASURED = 1
-_NUMBER_BYTES = 4
 
 
 class PacedOptimizer:
@@ -79,24 +71,6 @@ class PacedOptimizer:
         time.sleep(max(0.0, self._free - time.perf_counter()))
 
 
-@contextmanager
-def opened(case: Case, *, time_scale: float) -> Iterator[tuple[Engine, TimedModel]]:
-    """Open the engine on the emulated server."""
-    hardware, plan = case.hardware, case.plan
-    scale = BYTES_PER_BYTE * time_scale
-    timing = EmulatedTiming(
-        upload_bytes_per_second=hardware.upload_bytes_per_second / scale,
-        download_bytes_per_second=hardware.download_bytes_per_second / scale,
-        host_bytes_per_second=hardware.host_bytes_per_second / scale,
-    )
-    with EmulatedServer(plan.num_workers, timing=timing, tags=False) as server:
-        model = TimedModel(case.profile, server=server, time_scale=time_scale)
-        names = tuple(f"layers.{index}" for index in range(len(model.layers)))
-        stack = BlockStack(name="layers", blocks=tuple(model.layers), names=names)
-        with Engine(model, stack=stack, devices=server.devices, plan=plan) as engine:
-            yield engine, model
-
-
 def say(text: str) -> None:
     """Tell how far it is."""
     print(text, file=sys.stderr, flush=True)
@@ -106,10 +80,9 @@ def step_seconds(
     case: Case, *, way: str, num_steps: int, optimizer_seconds: float, time_scale: float
 ) -> list[float]:
     """Return the times of steps with an optimizer that steps in one of the ways."""
-    with opened(case, time_scale=time_scale) as (engine, model):
+    with opened(case, time_scale=time_scale) as (engine, model, batches):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        blocks = {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
-        units = update_units(model, blocks, shared=engine.store.shared)
+        units = units_of(engine, model)
         paced = PacedOptimizer(
             seconds=optimizer_seconds * time_scale, num_bytes=sum(u.num_bytes for u in units)
         )
@@ -119,7 +92,7 @@ def step_seconds(
                 engine,
                 updater,
                 optimizer,
-                batches=_batches(case),
+                batches=batches,
                 way=way,
                 num_steps=num_steps,
             )
@@ -149,15 +122,7 @@ def timed_steps(
             break
         if way == "early":
             updater.begin(optimizer)
-        gradients = (
-            engine.begin_step(
-                batches,
-                lambda view, batch, index: view.training_step(batch, index),
-                loss_scales=[1 / len(batches)] * len(batches),
-            )
-            .result()
-            .gradients
-        )
+        gradients = begin(engine, batches).result().gradients
         _let_step(updater, optimizer, gradients, way=way)
     return [after - before for before, after in itertools.pairwise(begins)][_NUM_UNMEASURED:]
 
@@ -175,12 +140,6 @@ def _let_step(
     updater.submit(optimizer, release_gradients=True)
     if way == "after":
         updater.join()
-
-
-def _batches(case: Case) -> Sequence[Tensor]:
-    boundary = case.profile.blocks[0].boundary_bytes / BYTES_PER_BYTE
-    batch = torch.zeros(math.ceil(boundary / _NUMBER_BYTES))
-    return [batch] * case.plan.num_microbatches
 
 
 def run_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
@@ -250,22 +209,17 @@ def processor_seconds(options: argparse.Namespace, *, way: str) -> list[float]:
     """Return the times of steps on two workers on this processor."""
     torch.manual_seed(0)
     model = Chain(num_blocks=options.blocks, width=options.width)
-    names = tuple(f"layers.{index}" for index in range(options.blocks))
-    stack = BlockStack(name="layers", blocks=tuple(model.layers), names=names)
-    blocks = tuple(BlockProfile(name=n, forward_seconds=1, backward_seconds=2) for n in names)
-    plan = default_plan(
-        ModelProfile(blocks=blocks, fingerprint="chain"), num_workers=2, num_microbatches=4
-    )
-    devices = [CpuDevice(index) for index in range(2)]
+    stack = layers_of(model)
+    plan = auto_plan(stack, num_workers=2, num_microbatches=4)
     optimizer = torch.optim.AdamW(model.parameters())
     batches = list(torch.randn(4, options.tokens, options.width))
-    with Engine(model, stack=stack, devices=devices, plan=plan) as engine:
-        by_name = dict(zip(names, model.layers, strict=True))
-        units = update_units(model, by_name, shared=engine.store.shared)
-        with Updater(engine.store, units) as updater:
-            return timed_steps(
-                engine, updater, optimizer, batches=batches, way=way, num_steps=options.steps
-            )
+    with (
+        engine_of(model, stack, plan) as engine,
+        Updater(engine.store, units_of(engine, model)) as updater,
+    ):
+        return timed_steps(
+            engine, updater, optimizer, batches=batches, way=way, num_steps=options.steps
+        )
 
 
 def format_text(result: dict[str, Any]) -> str:

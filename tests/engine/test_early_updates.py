@@ -18,11 +18,13 @@ from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
 from tests.kit.engine import (
     Regressor,
+    engine_of,
     layers_of,
     mean_step,
     plain_step,
     plan_of,
     regression_batches,
+    units_of,
 )
 from tests.kit.moments import call_in_backward
 
@@ -42,11 +44,11 @@ def opened(
     stack = layers_of(module)
     plan = plan_of(stack, num_workers=2, num_microbatches=NUM_MICROBATCHES)
     devices: list[Device] = [kind(index) for index in range(2)]
-    with Engine(module, stack=stack, devices=devices, plan=plan) as engine:
-        blocks = {f"layers.{i}": layer for i, layer in enumerate(module.layers)}
-        units = update_units(module, blocks, shared=engine.store.shared)
-        with Updater(engine.store, units, run_unit=run) as updater:
-            yield engine, updater
+    with (
+        engine_of(module, stack, plan, devices=devices) as engine,
+        Updater(engine.store, units_of(engine, module), run_unit=run) as updater,
+    ):
+        yield engine, updater
 
 
 def step(engine: Engine) -> dict[nn.Parameter, Tensor]:

@@ -1,3 +1,4 @@
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import StepResult
+from roundpipe_lightning.engine.update.updater import UpdateUnit, update_units
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import Partition
@@ -246,6 +248,13 @@ def engine_for(
         timeout_seconds=timeout_seconds,
         compiler=compiler,
     )
+
+
+def units_of(engine: Engine, module: nn.Module) -> list[UpdateUnit]:
+    """Return what an updater of the module updates at once."""
+    stacks = [zip(stack.names, stack.blocks, strict=True) for stack in engine.stacks]
+    blocks = dict(itertools.chain.from_iterable(stacks))
+    return update_units(module, blocks, shared=engine.store.shared)
 
 
 def mean_step(

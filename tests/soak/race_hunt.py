@@ -32,9 +32,10 @@ from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.emulation.timing import EmulatedTiming
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import Step, StepResult
-from roundpipe_lightning.engine.update.updater import Updater, update_units
+from roundpipe_lightning.engine.update.updater import Updater
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.stages import Partition, call_lengths
+from tests.kit.engine import units_of
 from tests.soak.race_faults import FAULTS, Fault, ForgetfulServer
 from tests.soak.race_models import ModelSpec, PlainModel, RaceModel, make_batches, make_model
 
@@ -266,11 +267,7 @@ def _train_early(case: Case, engine: Engine, model: RaceModel, plain: PlainModel
 
 
 def _updater(engine: Engine, model: RaceModel, **options: Any) -> Updater:
-    blocks = {
-        n: b for stack in engine.stacks for n, b in zip(stack.names, stack.blocks, strict=True)
-    }
-    units = update_units(model, blocks, shared=engine.store.shared)
-    return Updater(engine.store, units, **options)
+    return Updater(engine.store, units_of(engine, model), **options)
 
 
 def _train_stale(case: Case, engine: Engine, model: RaceModel, plain: PlainModel) -> list[str]:
