@@ -1,6 +1,6 @@
 """Kill a training at random moments, resume it, and compare it with one that was never stopped.
 
-    python tests/soak/kill_resume.py --kills 300 --output json
+    python -m tests.soak.kill_resume --kills 300 --output json
 
 A training with background checkpoints runs in a process forked from this one, which has imported
 everything, so that a life begins at once. After a random time it gets SIGKILL. Then the checkpoint
@@ -36,66 +36,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
 
 from roundpipe_lightning import RoundPipeAsyncCheckpointIO, RoundPipeStrategy
+from tests.kit.resumption import Restless, plain
+from tests.kit.training import make_trainer, regression_data
 
-WIDTH = 16
-NUM_BATCHES = 7
-BATCH_SIZE = 8
+NUM_SAMPLES = 56
 LAST = "last.ckpt"
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 4 * WIDTH)
-        self.outer = nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = x + self.dropout(self.outer(functional.gelu(self.inner(x))))
-        return hidden
-
-
-class Regressor(LightningModule):
-    """Draws random numbers on the host and in its blocks, and follows what it measures."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        prediction: Tensor = self.head(x)
-        return prediction
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        batch[0].add_(random.random() * 0.1 + 0.1 * torch.rand(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = functional.mse_loss(self(batch[0]), batch[1])
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", functional.mse_loss(self(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        each_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        return [optimizer], [
-            {"scheduler": each_step, "interval": "step"},
-            {"scheduler": plateau, "interval": "epoch", "monitor": "val_loss"},
-        ]
 
 
 class ReportingIO(RoundPipeAsyncCheckpointIO):
@@ -150,21 +101,19 @@ def train(folder: Path, *, form: Any, num_epochs: int) -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     resumes = (folder / LAST).exists()
-    random.seed(os.getpid() if resumes else 0)  # what a resumed run draws comes from its checkpoint
-    torch.manual_seed(os.getpid() if resumes else 0)
-    io = ReportingIO(form=form, max_copy_bytes=20_000, max_file_bytes=20_000)
+    # what a resumed run draws comes from its checkpoint
+    seed_everything(os.getpid() if resumes else 0, verbose=False)
+    io = ReportingIO(form=form, max_copy_bytes=1_500, max_file_bytes=1_500)  # parts of a state
     io.report = folder / "reported"
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
+        folder,
         devices=2,
         strategy=RoundPipeStrategy(num_microbatches=2, checkpoint_io=io),
         max_epochs=num_epochs,
         accumulate_grad_batches=2,
         val_check_interval=3,
         gradient_clip_val=1.0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
         callbacks=[
             SaveEverywhere(),
             ModelCheckpoint(
@@ -176,17 +125,11 @@ def train(folder: Path, *, form: Any, num_epochs: int) -> None:
             ),
         ],
     )
-    module = Regressor()
-    trainer.fit(module, _loader(NUM_BATCHES, shuffle=True), _loader(1), ckpt_path="last")
-    _save_end(module, trainer, folder / "end.pt")
-
-
-def _loader(num_batches: int, *, shuffle: bool = False) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(num_batches * BATCH_SIZE, WIDTH, generator=generator)
-    return DataLoader(
-        TensorDataset(x, x.mean(dim=1, keepdim=True)), batch_size=BATCH_SIZE, shuffle=shuffle
+    module = Restless()
+    trainer.fit(
+        module, regression_data(NUM_SAMPLES, shuffle=True), regression_data(8), ckpt_path="last"
     )
+    _save_end(module, trainer, folder / "end.pt")
 
 
 def _save_end(module: LightningModule, trainer: Trainer, path: Path) -> None:
@@ -197,7 +140,7 @@ def _save_end(module: LightningModule, trainer: Trainer, path: Path) -> None:
         "schedulers": schedulers,
         "metrics": dict(trainer.callback_metrics),
         "steps": trainer.global_step,
-        "random": [torch.get_rng_state(), str(random.getstate())],
+        "random": [torch.get_rng_state(), random.getstate(), np.random.get_state()[2]],  # noqa: NPY002
     }
     torch.save(end, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").replace(path)
@@ -208,16 +151,6 @@ def _num_batches(checkpoint: Mapping[str, Any]) -> int:
     return int(progress["total"]["ready"])
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b)
-
-
 def _differing(found: Any, expected: Any, place: str = "") -> list[str]:
     if isinstance(found, Mapping) and isinstance(expected, Mapping):
         keys = sorted({*found, *expected}, key=str)
@@ -225,7 +158,7 @@ def _differing(found: Any, expected: Any, place: str = "") -> list[str]:
     elif isinstance(found, (list, tuple)) and len(found) == len(expected):
         pairs = list(zip(range(len(found)), found, expected, strict=True))
     else:
-        return [] if _equal(found, expected) else [f"{place} ({found} instead of {expected})"[:200]]
+        return [] if found == expected else [f"{place} ({found} instead of {expected})"[:200]]
     return [line for key, a, b in pairs for line in _differing(a, b, f"{place}/{key}")]
 
 
@@ -290,7 +223,7 @@ def measure(
     whole = folder / "whole"
     whole.mkdir()
     live(life(whole), seconds=None)
-    expected, longest = torch.load(whole / "end.pt"), time.monotonic() - began
+    expected, longest = plain(torch.load(whole / "end.pt")), time.monotonic() - began
     deadline = began + most_seconds
     while result.kills < kills and time.monotonic() < deadline:
         place = folder / f"run {result.runs}"
@@ -305,10 +238,9 @@ def measure(
                 result.kills += 1
                 result.lost += is_lost(place)
         result.runs += 1
-        found = torch.load(place / "end.pt")
-        if not _equal(found, expected):
+        if wrong := _differing(plain(torch.load(place / "end.pt")), expected):
             result.mismatches += 1
-            sys.stderr.write(f"mismatch: {', '.join(_differing(found, expected))}\n")
+            sys.stderr.write(f"mismatch: {', '.join(wrong)}\n")
         shutil.rmtree(place)
     result.seconds = round(time.monotonic() - began, 1)
     return result

@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "kill_resume.py"
-
 
 @pytest.mark.parametrize(
     ("form", "kills"),
     [("file", 2), ("distributed", 1), pytest.param("file", 60, marks=pytest.mark.soak)],
 )
 def test_killed_trainings_end_as_if_nothing_had_been(form: str, kills: int) -> None:
-    command = [sys.executable, str(SCRIPT), "--kills", str(kills), "--form", form]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = ["--kills", str(kills), "--form", form, "--output", "json"]
     done = subprocess.run(
-        [*command, "--output", "json"], check=False, capture_output=True, text=True, env=environment
+        [sys.executable, "-m", "tests.soak.kill_resume", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
