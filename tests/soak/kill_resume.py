@@ -140,7 +140,7 @@ def _save_end(module: LightningModule, trainer: Trainer, path: Path) -> None:
         "schedulers": schedulers,
         "metrics": dict(trainer.callback_metrics),
         "steps": trainer.global_step,
-        "random": [torch.get_rng_state(), random.getstate(), np.random.get_state()[2]],  # noqa: NPY002
+        "random": [torch.get_rng_state(), random.getstate(), np.random.random()],  # noqa: NPY002
     }
     torch.save(end, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").replace(path)
