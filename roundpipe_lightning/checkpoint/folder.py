@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.utils._pytree import tree_map, tree_map_with_path
 
 from roundpipe_lightning.checkpoint.snapshot import Storage, TakeStorage, record, write_records
+from roundpipe_lightning.engine.device.host_memory import check_host_memory
 from roundpipe_lightning.engine.update.hosts_update import OwnedPart
 from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.files import find_damage, new_folder, remove_remains, replace_folder
@@ -406,7 +407,12 @@ class Folder:
         return name is not None
 
     def read(self) -> dict[str, Any]:
-        """Return the checkpoint with all values."""
+        """Return the checkpoint with all values; FitError: hosts' parts have no room."""
+        check_host_memory(
+            sum(self._tensors[name].nbytes for name in self._unread.values()),
+            what=f"Putting the parts of {self._path} together",
+            way_out="roundpipe-merge makes it one file, whose tensors are read as they are used.",
+        )
         for tensor in self._tensors.values():
             self.fill(tensor.untyped_storage())
         return self.checkpoint

@@ -13,6 +13,7 @@ last.ckpt            3. renamed onto it (atomic); on an error the temporary file
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -305,13 +306,9 @@ def _write(path: Path, content: Part | Sequence[Record], *, take: TakeStorage) -
 
 
 def read_checkpoint(
-    path: Path, *, map_location: Any = None, weights_only: bool | None = None, mmap: bool = False
+    path: Path, *, map_location: Any = None, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint of any strategy, of either form.
-
-    Args:
-        path: A file, or a folder.
-        mmap: Whether tensors stay in a file until they are used, as those of a folder do.
+    """Read a checkpoint of any strategy, of either form; tensors stay in it until they are used.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
@@ -325,6 +322,7 @@ def read_checkpoint(
     damage = find_damage(path)
     if damage is not None:
         raise unreadable(path, damage)
+    mmap = sys.platform != "win32"  # which replaces no file that is mapped
     checkpoint: dict[str, Any] = load_file(
         path, map_location=map_location, weights_only=weights_only, mmap=mmap
     )

@@ -25,6 +25,7 @@ from roundpipe_lightning.checkpoint.io import read_checkpoint
 from roundpipe_lightning.cli.build import find_checkpoint, run_folder
 from roundpipe_lightning.cli.objects import build, read_adapters, run_explained
 from roundpipe_lightning.cli.train import write_card
+from roundpipe_lightning.engine.device.host_memory import check_host_memory
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
 from roundpipe_lightning.models.export import (
     ExportOptions,
@@ -95,7 +96,7 @@ def trained_module(config: DictConfig, checkpoint: Path | None) -> LightningModu
     given = _with_run(config, checkpoint)
     if checkpoint is None:
         return _build_module(given)
-    content = read_checkpoint(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    content = read_checkpoint(checkpoint, map_location="cpu", weights_only=True)
     check_versions(content, path=checkpoint, form=CHECKPOINT_VERSION)
     module = _build_module(given, has_base=not left_out(content))
     load_state(module, content, strict=True, assign=True)
@@ -129,8 +130,9 @@ def _with_run(config: DictConfig, checkpoint: Path | None) -> DictConfig:
     OmegaConf.set_struct(filled, False)
     saved: Any = {} if run is None else OmegaConf.load(run / "config.yaml")
     for group in ("model", "module", "peft"):
-        if filled.get(group) is None:
-            filled[group] = saved.get(group)
+        given = filled.get(group) or {}
+        if "_target_" not in given:  # changes to the run's
+            filled[group] = OmegaConf.merge(saved.get(group) or {}, given) or None
     if filled.model is None:
         raise ConfigurationError(
             f"ckpt_path={config.ckpt_path}: there is no config.yaml of a run beside it that says "
@@ -154,6 +156,11 @@ def _build_module(config: DictConfig, *, has_base: bool | None = None) -> Lightn
             "checkpoint, or set model.weights=pretrained."
         )
     if not has_base or source.keeps_weights_in_files:
+        if not source.is_pretrained:
+            with torch.device("meta"):
+                size = sum(each.nbytes for each in source.build().parameters())
+            way_out = "Use the machine that trained it."
+            check_host_memory(size, what="The base, which is drawn anew,", way_out=way_out)
         module.configure_model()
         return module
     with torch.device("meta"):

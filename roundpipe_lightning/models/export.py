@@ -5,8 +5,8 @@ the configuration, the generation configuration, and the tokenizer if there is o
 becomes an adapter folder, or, merged, a model.
 
 The library's own `save_pretrained` first copies every parameter that shares a buffer with another,
-which in the host store is all of them. Here shards are written one after the other, and nothing is
-copied but what is converted or merged for a shard.
+which in the host store is all of them. Here tensors are written one after the other, to their
+places, and nothing is copied but what is converted or merged for a block.
 
 What was there before stays until the new folder is complete:
 
@@ -172,7 +172,6 @@ def _without_adapters(model: Any, *, merge: bool) -> PreTrainedModel:
 
 def _write_model(model: PreTrainedModel, folder: Path, *, options: ExportOptions) -> None:
     from huggingface_hub import split_state_dict_into_shards_factory
-    from safetensors.torch import save_file
 
     from roundpipe_lightning.models.weight_groups import weight_groups
 
@@ -191,14 +190,17 @@ def _write_model(model: PreTrainedModel, folder: Path, *, options: ExportOptions
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=options.max_shard_bytes,
     )
-    files: dict[str, dict[str, Tensor]] = {file: {} for file in split.filename_to_tensors}
+    places: dict[str, tuple[Path, int]] = {}
+    for file, names in split.filename_to_tensors.items():
+        places |= _begin_file(folder / file, {name: likes[name] for name in names})
     for group in groups:
         for name, tensor in group.tensors().items():
-            file = split.tensor_to_filename[name]
-            files[file][name] = _cast(tensor, dtype).contiguous()
-            if len(files[file]) == len(split.filename_to_tensors[file]):
-                save_file(files.pop(file), folder / file, metadata={"format": "pt"})
-    assert not files, "the layout does not depend on the values"
+            path, begin = places.pop(name)
+            with path.open("r+b") as opened:
+                opened.seek(begin)
+                values = _cast(tensor, dtype).contiguous().flatten()
+                opened.write(values.view(torch.uint8).numpy().data)
+    assert not places, "the layout does not depend on the values"
     if split.is_sharded:
         total = sum(tensor.numel() for tensor in likes.values())
         index = {
@@ -207,6 +209,23 @@ def _write_model(model: PreTrainedModel, folder: Path, *, options: ExportOptions
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _begin_file(file: Path, likes: Mapping[str, Tensor]) -> dict[str, tuple[Path, int]]:
+    """Write the head of a safetensors file; return where each tensor's values are to begin."""
+    from safetensors.torch import save
+
+    ordered = sorted(likes, key=lambda name: -likes[name].itemsize)  # so that all are aligned
+    empty = {name: torch.empty(0, dtype=likes[name].dtype) for name in ordered}
+    head = json.loads(save(empty, metadata={"format": "pt"})[8:])  # knows the names of dtypes
+    end = 0
+    for name in ordered:
+        begin, end = end, end + likes[name].nbytes
+        head[name].update(shape=list(likes[name].shape), data_offsets=[begin, end])
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    return {name: (file, 8 + len(text) + head[name]["data_offsets"][0]) for name in ordered}
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -68,7 +68,8 @@ def load_pretrained(source: ModelSource, *, config: PreTrainedConfig) -> PreTrai
         return cast("PreTrainedModel", model)
     with torch.device("meta"):
         skeleton = auto_class.from_config(config, **trust)
-    _check_memory(skeleton, config=config, source=source)
+    if not source.maps_weights:
+        _check_memory(skeleton, config=config, source=source)
     hub_options = source.hub_options
     files = find_weight_files(name, hub_options=hub_options)
     build = partial(type(skeleton).from_pretrained, None, config=config, **source.building_options)
@@ -76,6 +77,8 @@ def load_pretrained(source: ModelSource, *, config: PreTrainedConfig) -> PreTrai
     views = source.quantizes and all(file.suffix == ".safetensors" for file in files)
     mapped: dict[int, Path] | None = {} if source.maps_weights or views else None
     with _one_tensor_at_a_time(), opened(files, mapped=mapped) as tensors:
+        if source.maps_weights:
+            _check_memory(skeleton, config=config, source=source, mapped=tensors)
         _check_match(skeleton, tensors, build=build, source=source)
         may_differ = bool(source.unmatched_tensors) or source.has_new_head
         model = build(state_dict=tensors, ignore_mismatched_sizes=may_differ)
@@ -93,24 +96,41 @@ def load_pretrained(source: ModelSource, *, config: PreTrainedConfig) -> PreTrai
 
 
 def _check_memory(
-    skeleton: PreTrainedModel, *, config: PreTrainedConfig, source: ModelSource
+    skeleton: PreTrainedModel,
+    *,
+    config: PreTrainedConfig,
+    source: ModelSource,
+    mapped: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuse weights that have no room before any is read; FitError: they have none."""
-    if source.maps_weights:
-        return
+    """Refuse weights that have no room before any is read; FitError: they have none.
+
+    Of `mapped` files a parameter takes none where a tensor has its shape and dtype.
+    """
     dtype = source.parameter_dtype or getattr(config, "dtype", None) or torch.float32
-    count, saved = sum(parameter.numel() for parameter in skeleton.parameters()), 0.0
+    there = {
+        tuple(tensor.shape)
+        for tensor in (mapped or {}).values()
+        if _DTYPES.get(tensor.get_dtype()) == dtype
+    }
+    read = [each.numel() for each in skeleton.parameters() if tuple(each.shape) not in there]
+    saved = 0.0
     if source.quantizes:
         skeleton.requires_grad_(False)
         packed = sum(getattr(*found).numel() for found in quantizable_weights(skeleton))
         storage = ParameterStorage(frozen_bits=source.frozen_bits)
         saved = storage.saved_bytes(packed, packed * dtype.itemsize)
     check_host_memory(
-        count * dtype.itemsize - saved,
+        sum(read) * dtype.itemsize - saved,
         what=f"Reading {source.hub_name!r}",
         way_out="Use a machine with more, model.dtype=bfloat16, or, where adapters alone are "
-        "trained, model.frozen_weights=mmap or peft.frozen_bits=4.",
+        "trained, model.frozen_weights=mmap or peft.frozen_bits=4."
+        if mapped is None
+        else "Its files have these weights in another dtype or in parts: on a machine with more, "
+        "roundpipe-export original_layout=false writes a folder that can be mapped whole.",
     )
+
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
 @contextmanager

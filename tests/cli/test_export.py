@@ -1,5 +1,8 @@
 import json
 import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,18 @@ import roundpipe_commands
 from roundpipe_lightning.checkpoint.io import RoundPipeCheckpointIO
 from roundpipe_lightning.cli.checkpoints import export
 from roundpipe_lightning.cli.train import write_card
-from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
+from roundpipe_lightning.errors import (
+    CheckpointError,
+    ConfigurationError,
+    FitError,
+    ModelSourceError,
+)
 from roundpipe_lightning.models.weight_files import MARKER
 from roundpipe_lightning.modules import ModelSource, TokenizerSource
 from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.kit.hub import hub, no_hub
 from tests.kit.programs import run_program
-from tests.kit.runs import composed, train_small
+from tests.kit.runs import REPOSITORY, SMALL, composed, environment, train_small
 from tests.models.test_load import EXPERTS, save
 
 
@@ -122,12 +130,13 @@ def test_an_adapter_of_a_run(tmp_path: Path, frozen_weights: str) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"), adapter
     )
     assert not torch.equal(logits(loaded), logits(base))
-    merged = run_export(checkpoint, "merge=true", f"output_dir={tmp_path / 'merged'}")
+    changed = ("merge=true", "+model.frozen_weights=mmap")
+    merged = run_export(checkpoint, *changed, f"output_dir={tmp_path / 'merged'}")
     whole = AutoModelForCausalLM.from_pretrained(merged)
     assert torch.equal(logits(whole), logits(loaded.merge_and_unload()))
 
 
-def test_an_adapter_on_a_quantised_base(tmp_path: Path) -> None:
+def test_an_adapter_on_a_quantised_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     overrides = ("peft=lora", "peft.r=2", "peft.frozen_bits=4", "trainer.precision=bf16-true")
     train_small(run, *overrides, "model.dtype=bfloat16")
@@ -140,6 +149,9 @@ def test_an_adapter_on_a_quantised_base(tmp_path: Path) -> None:
     weight = whole.model.layers[0].mlp.up_proj.weight  # has no adapter
     assert weight.dtype == torch.bfloat16
     assert 8 < len(weight.flatten()[:64].unique()) <= 16
+    monkeypatch.setattr("roundpipe_lightning.engine.device.host_memory.free_host_bytes", lambda: 99)
+    with pytest.raises(FitError, match=r"The base, which is drawn anew, needs .* of host memory"):
+        run_export(f"ckpt_path={checkpoint_of(run)}", "merge=true")
 
 
 def test_published_weights_in_the_models_own_layout(tmp_path: Path) -> None:
@@ -279,3 +291,57 @@ def test_a_hub_that_refuses_is_explained_before_anything_is_written(run: Path) -
     with no_hub(run / "cache"), pytest.raises(ModelSourceError, match=r"'me/mine': .*refused"):
         run_export(f"ckpt_path={checkpoint_of(run)}", "push_to_hub=me/mine")
     assert not (run / "export").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_command_takes_memory_for_what_is_in_files(tmp_path: Path) -> None:
+    """Their peaks, as parts of the size of the model; a resumed training's beyond a new one's."""
+    script = """
+        import json, sys
+        from pathlib import Path
+        import roundpipe_commands as commands
+        from benchmarks.forked import answer_of
+        from benchmarks.memory_truth import Peak
+
+        def peak(name, *words):
+            sys.argv[1:] = words
+            with Peak() as peak:
+                commands.merge(words) if name == "merge" else getattr(commands, name)()
+            return peak.num_bytes - peak.before
+
+        train = [*sys.argv[1:], "checkpoint=distributed"]
+        peak("train", *train, "model.architecture.hidden_size=16", "peft=lora", "hydra.run.dir=0")
+        peak("export", "ckpt_path=0/checkpoints/last.ckpt")  # both for what they import
+        new = answer_of(peak, "train", *train, "hydra.run.dir=new", seconds=200)
+        last = Path("new/checkpoints/last.ckpt")
+        cases = {"merge": ("merge", str(last), "new/one.ckpt")}
+        for name, file in ("folder", last), ("file", "new/one.ckpt"):
+            cases[name] = ("export", "dtype=bf16", f"output_dir={name}", f"ckpt_path={file}")
+        more = ("trainer.max_steps=3", "hydra.run.dir=more", "ckpt_path=new/one.ckpt")
+        cases["resume"] = ("train", *train, *more)
+        peaks = {name: answer_of(peak, *case, seconds=200) for name, case in cases.items()}
+        peaks["resume"] -= new
+        size = sum(file.stat().st_size for file in Path("folder").glob("*.safetensors"))
+        print(json.dumps({name: value / (2 * size) for name, value in peaks.items()}))
+    """
+    size = ("num_hidden_layers=24", "hidden_size=512", "intermediate_size=1024")
+    large = [word for word in SMALL if not word.startswith("model.") and "max_steps" not in word]
+    large += [f"model.architecture.{figure}" for figure in size]
+    large += [
+        "trainer.max_steps=2",
+        "trainer.devices=1",
+        "callbacks=minimal",
+        "logger=none",
+        "validate=false",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *large, "optimized_metric=null"],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(REPOSITORY)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout.splitlines()[-1])
+    assert max(peaks.values()) < 0.3, peaks

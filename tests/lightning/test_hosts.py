@@ -34,7 +34,7 @@ from roundpipe_lightning.cli.callbacks import GracefulInterrupt, LastCheckpoint
 from roundpipe_lightning.engine.exchange import exchange
 from roundpipe_lightning.engine.exchange.exchange import write_range
 from roundpipe_lightning.engine.exchange.hosts import Hosts
-from roundpipe_lightning.errors import CheckpointError, ConfigurationError, HostError
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError, FitError, HostError
 from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.strategy.hosts import launch
 from roundpipe_lightning.strategy.hosts.data import BatchShares
@@ -864,7 +864,9 @@ def save_in(rank: int, folder: Path, forms: Sequence[Any], optimizer: str) -> No
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "8bit"])
-def test_every_host_writes_its_part(tmp_path: Path, optimizer: str) -> None:
+def test_every_host_writes_its_part(
+    tmp_path: Path, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forms = ("file", "distributed")
     assert run_on_hosts(3, save_in, tmp_path, forms, optimizer) == [None] * 3
     paths = [tmp_path / "host0" / form / "last.ckpt" for form in forms]
@@ -879,6 +881,11 @@ def test_every_host_writes_its_part(tmp_path: Path, optimizer: str) -> None:
     assert (max(map(len, hosts_of.values())) > 1) == has_ranges
     dcp_to_torch_save(paths[1], tmp_path / "torch.pt")
     assert plain(torch.load(tmp_path / "torch.pt")["state_dict"]) == plain(one["state_dict"])
+    if has_ranges:
+        free = "roundpipe_lightning.engine.device.host_memory.free_host_bytes"
+        monkeypatch.setattr(free, lambda: 0)
+        with pytest.raises(FitError, match="roundpipe-merge makes it one file, whose tensors"):
+            RoundPipeCheckpointIO().load_checkpoint(paths[1])
     (lost,) = paths[1].glob("host1-*")
     lost.unlink()
     with pytest.raises(CheckpointError, match=f"its file {lost.name} is missing"):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors import SafetensorError
@@ -16,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from benchmarks.checkpoint_loading import run_case, write_checkpoint
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
+from roundpipe_lightning.models import export
 from roundpipe_lightning.models.export import (
     DTYPES,
     ExportOptions,
@@ -207,14 +207,15 @@ def test_a_failure_leaves_the_previous_export_whole(
     options = ExportOptions(max_shard_bytes=SMALL)
     export_pretrained(model, folder, options=options)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    written: list[Any] = []
+    begin_file, begun = export._begin_file, list[Any]()
 
-    def fail_on_second(*arguments: Any, **options: Any) -> None:
-        written.append(arguments)
-        if len(written) == 2:
+    def fail_on_second(*arguments: Any) -> Any:
+        begun.append(arguments)
+        if len(begun) == 2:
             raise error
+        return begin_file(*arguments)
 
-    monkeypatch.setattr(safetensors.torch, "save_file", fail_on_second)
+    monkeypatch.setattr(export, "_begin_file", fail_on_second)
     expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else CheckpointError
     with pytest.raises(expected) as raised:
         export_pretrained(model, folder, options=options)

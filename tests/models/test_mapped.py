@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.checkpoint_loading import REPOSITORY, write_checkpoint
 from roundpipe_lightning.engine.store.flat_buffers import MappedParameter, is_mapped
 from roundpipe_lightning.engine.store.host_store import HostStore
-from roundpipe_lightning.errors import CheckpointError, ConfigurationError
+from roundpipe_lightning.errors import CheckpointError, ConfigurationError, FitError
 from roundpipe_lightning.models import weight_files
 from roundpipe_lightning.models.export import ExportOptions, export_pretrained
 from roundpipe_lightning.models.quantized import (
@@ -181,7 +181,9 @@ def test_copies_are_in_memory(tmp_path: Path) -> None:
     HostStore(model, [])
 
 
-def test_what_cannot_be_mapped_is_in_memory_with_a_warning(tmp_path: Path) -> None:
+def test_what_cannot_be_mapped_is_in_memory_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = save(tmp_path, EXPERTS)
     with pytest.warns(UnmappedWeightsWarning, match=r"4 parameters .*experts\.gate_up_proj first"):
         model = source(tmp_path, frozen_weights="mmap").build()
@@ -195,6 +197,11 @@ def test_what_cannot_be_mapped_is_in_memory_with_a_warning(tmp_path: Path) -> No
     with pytest.warns(UnmappedWeightsWarning, match=r"another dtype"):
         model = source(tmp_path, frozen_weights="mmap", dtype="bfloat16").build()
     assert mapped_parameters(model) == {}
+    monkeypatch.setattr("roundpipe_lightning.engine.device.host_memory.free_host_bytes", lambda: 0)
+    with pytest.raises(FitError, match="these weights in another dtype or in parts"):
+        source(tmp_path, frozen_weights="mmap").build()
+    save(tmp_path, TINY)
+    assert mapped_parameters(source(tmp_path, frozen_weights="mmap").build())
 
 
 @pytest.mark.parametrize(
