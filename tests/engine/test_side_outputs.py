@@ -11,7 +11,7 @@ from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.errors import CaptureError
 from tests.kit.architectures import CausalLM, build_model, decoder_stack, token_batches
 from tests.kit.engine import (
-    WIDTH,
+    Block,
     Regressor,
     Workers,
     check_parity,
@@ -24,14 +24,11 @@ from tests.kit.engine import (
 )
 
 
-class Leaving(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.penalty: Tensor
+class Leaving(Block):
+    penalty: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.linear(x)
+        hidden = super().forward(x)
         self.penalty = hidden.pow(2).mean()
         return x + torch.tanh(hidden)
 
@@ -139,14 +136,11 @@ def test_a_loss_of_side_outputs_alone() -> None:
             torch.testing.assert_close(found, want)
 
 
-class Differing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.penalty: Tensor
+class Differing(Block):
+    penalty: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.linear(x)
+        hidden = super().forward(x)
         self.penalty = hidden.pow(2).mean() if not torch.is_grad_enabled() else hidden.pow(2)
         return torch.tanh(hidden)
 
@@ -159,16 +153,12 @@ def test_a_recompute_that_makes_another_tensor_is_refused() -> None:
 
 
 def test_a_recompute_writes_no_attributes() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.num_calls = 0
+    class Counting(Block):
+        num_calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
             self.num_calls += 1
-            hidden: Tensor = self.linear(x)
-            return hidden
+            return super().forward(x)
 
     module = Regressor(2, make_block=Counting)
     stack = layers_of(module)
@@ -177,11 +167,7 @@ def test_a_recompute_writes_no_attributes() -> None:
 
 
 def test_a_block_may_compute_with_what_it_made_with_a_graph_of_its_own() -> None:
-    class Sloped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
+    class Sloped(Block):
         def forward(self, x: Tensor) -> Tensor:
             with torch.enable_grad():
                 start = x.detach().requires_grad_()
@@ -189,19 +175,14 @@ def test_a_block_may_compute_with_what_it_made_with_a_graph_of_its_own() -> None
                 (slope,) = torch.autograd.grad(squares.sum(), start)
             with torch.no_grad():
                 scale = squares + slope
-            hidden: Tensor = self.linear(x) * scale
-            return hidden
+            return super().forward(x) * scale
 
     check_parity(Regressor(2, make_block=Sloped), devices=[CpuDevice(0), CpuDevice(1)])
 
 
-class Appending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, penalties: list[Tensor]) -> Tensor:
-        hidden: Tensor = self.linear(x)
+class Appending(Block):
+    def forward(self, x: Tensor, penalties: list[Tensor]) -> Tensor:  # type: ignore[override]
+        hidden = super().forward(x)
         penalties.append(hidden.pow(2).mean())
         return x + torch.tanh(hidden)
 

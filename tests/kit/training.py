@@ -167,6 +167,20 @@ def train_with(
     return runs
 
 
+def train_alike(
+    make: Callable[[], LightningModule],
+    *strategies: Any,
+    first: Any = "auto",
+    tolerance: float = 1e-5,
+    **options: Any,
+) -> list[Any]:
+    """Train as `train_with`; the modules' parameters must be those of the first strategy."""
+    one, *others = [module for module, _ in train_with([first, *strategies], make, **options)]
+    for other in others:
+        assert parameter_error(other, one) <= tolerance
+    return [one, *others]
+
+
 def parameter_error(module: nn.Module, reference: nn.Module) -> float:
     return max(_errors(module, reference))
 

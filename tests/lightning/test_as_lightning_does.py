@@ -23,7 +23,7 @@ from tests.kit.training import (
     make_trainer,
     regression_data,
     same_bits,
-    train_with,
+    train_alike,
 )
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:`?.fit\(ckpt_path=")
@@ -112,11 +112,8 @@ def test_optimizers_that_evaluate_the_loss_themselves(make_optimizer: Any) -> No
             return make_optimizer(self.parameters(), lr=0.1)
 
     ours = [kind(num_microbatches=1) for kind in (RoundPipeStrategy, EmulatedStrategy)]
-    (expected, _), *runs = train_with(
-        ["auto", *ours], Closes, accumulate_grad_batches=2, gradient_clip_val=0.1
-    )
-    for module, _ in runs:
-        assert same_bits(module, expected)
+    flags: Any = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    train_alike(Closes, *ours, tolerance=0.0, **flags)
 
 
 class _Drawing(torch.optim.Optimizer):
@@ -156,9 +153,7 @@ class _Drawn(Regressor):
 @pytest.mark.filterwarnings("ignore:_Drawing is stepped as a whole")
 def test_an_optimizer_that_draws_random_numbers_draws_the_same() -> None:
     ours = [kind(num_microbatches=1) for kind in (RoundPipeStrategy, EmulatedStrategy)]
-    (expected, _), *runs = train_with(["auto", *ours], _Drawn)
-    for module, _ in runs:
-        assert same_bits(module, expected)
+    train_alike(_Drawn, *ours, tolerance=0.0)
 
 
 class _Entries(Callback):
@@ -345,6 +340,4 @@ class _Prepared(Regressor):
 
 @pytest.mark.parametrize("strategy", [RoundPipeStrategy, EmulatedStrategy])
 def test_blocks_that_prepare_themselves_may_be_called_before_the_first_step(strategy: Any) -> None:
-    strategies = ["auto", strategy(num_microbatches=1)]
-    (one, _), (many, _) = train_with(strategies, _Prepared)
-    assert same_bits(many, one)
+    train_alike(_Prepared, strategy(num_microbatches=1), tolerance=0.0)

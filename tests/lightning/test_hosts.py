@@ -7,7 +7,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fractions import Fraction
@@ -195,6 +195,25 @@ def train(rank: int, num: int, folder: Path, case: Case) -> dict[str, Any]:
     }
 
 
+def host_trainer(
+    folder: Path,
+    options: Mapping[str, Any] | None = None,
+    *,
+    kind: type[RoundPipeStrategy] = RoundPipeStrategy,
+    **flags: Any,
+) -> Trainer:
+    strategy = kind(**{"timeout_seconds": 60, **(options or {})})
+    return make_trainer(folder, strategy=strategy, **{"num_nodes": 2, **flags})
+
+
+def raised(runs: Sequence[Any]) -> Sequence[Any]:
+    """Raise the first error of a host; else return what all of them gave."""
+    for seen in runs:
+        if isinstance(seen, BaseException):
+            raise seen
+    return runs
+
+
 def difference(one: list[Tensor], other: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
@@ -284,9 +303,7 @@ def test_numbers_of_one_host(
     case, one = CASES[name], one_host(name)
     runs = hosts(num).run(train, num, tmp_path, case)
     again = hosts(num).run(train, num, tmp_path, case) if name == "sgd" else runs
-    for rank, seen in enumerate(runs):
-        if isinstance(seen, BaseException):
-            raise seen
+    for rank, seen in enumerate(raised(runs)):
         assert seen["steps"] == one["steps"]
         assert difference(seen["parameters"], one["parameters"]) < case.tolerance
         if seen["read"]:
@@ -395,9 +412,8 @@ def end_at(rank: int, num: int, folder: Path, how: str) -> None:
     """Train on hosts of which the last one ends in the middle."""
     torch.manual_seed(3)
     process = folder / "process"
-    trainer = make_trainer(
+    trainer = host_trainer(
         folder,
-        strategy=RoundPipeStrategy(timeout_seconds=60),
         num_nodes=num,
         callbacks=[EndOrWait(how, is_last=rank == num - 1, process=process)],
         gradient_clip_val=1.0 if how == "leaves one out" else None,  # all leave before one is used
@@ -489,10 +505,9 @@ def stop_at(rank: int, folder: Path, hook: str, is_command: bool) -> tuple[int, 
     interrupt = GracefulInterrupt()
     saves = LastCheckpoint(str(folder), every_n_steps=99)
     with interrupt if is_command else contextlib.nullcontext():
-        trainer = make_trainer(
+        trainer = host_trainer(
             folder,
-            strategy=LateStrategy(timeout_seconds=60),
-            num_nodes=2,
+            kind=LateStrategy,
             callbacks=[saves, *[interrupt] * is_command, Signalled(hook, rank=rank)],
             enable_checkpointing=True,
         )
@@ -530,13 +545,7 @@ def stop_by(rank: int, folder: Path, how: str) -> tuple[int, int]:
             "loss", stopping_threshold=1e9 if rank else None, check_on_train_epoch_end=True
         ),
     }
-    trainer = make_trainer(
-        folder / f"host{rank}",
-        strategy=RoundPipeStrategy(timeout_seconds=60),
-        num_nodes=2,
-        max_epochs=4,
-        callbacks=[stops[how]],
-    )
+    trainer = host_trainer(folder / f"host{rank}", max_epochs=4, callbacks=[stops[how]])
     trainer.fit(Regressor(num_blocks=2), regression_data(24, batch_size=6))
     return trainer.current_epoch, trainer.global_step
 
@@ -556,13 +565,7 @@ def evaluate(rank: int, folder: Path, how: str) -> None:
     callback = Callback()
     if how == "signal" and rank:
         vars(callback)["on_validation_batch_start"] = lambda *_: signal.raise_signal(signal.SIGTERM)
-    trainer = make_trainer(
-        folder,
-        strategy=RoundPipeStrategy(timeout_seconds=60),
-        num_nodes=2,
-        callbacks=[callback],
-        use_distributed_sampler=False,
-    )
+    trainer = host_trainer(folder, callbacks=[callback], use_distributed_sampler=False)
     num_batches = 3 + (rank if how == "batches" else 0)
     module = GathersEveryStep(num_blocks=2)
     trainer.validate(module, regression_data(4 * num_batches, batch_size=4))
@@ -612,12 +615,7 @@ def test_who_is_lost_before_all_have_met_is_named(tmp_path: Path, how: str, mess
 
 
 def fit_once(rank: int, folder: Path) -> int:
-    trainer = make_trainer(
-        folder / f"host{rank}",
-        strategy=RoundPipeStrategy(timeout_seconds=60),
-        num_nodes=2,
-        max_steps=1,
-    )
+    trainer = host_trainer(folder / f"host{rank}", max_steps=1)
     trainer.fit(Regressor(num_blocks=2), regression_data(12, batch_size=6))
     return trainer.global_step
 
@@ -683,8 +681,7 @@ def fit_differently(rank: int, folder: Path, what: str) -> None:
     if what == "accumulate":
         flags["accumulate_grad_batches"] = 1 + rank
     part: Any = (0.5, 0.75)[rank] if what == "memory" else "auto"
-    strategy = RoundPipeStrategy(timeout_seconds=60, memory_share=part)
-    trainer = make_trainer(folder, strategy=strategy, **flags)
+    trainer = host_trainer(folder, {"memory_share": part}, **flags)
     with mock.patch.object(torch, "__version__", version):
         trainer.fit(module, data)
 
@@ -782,11 +779,9 @@ def save_and_resume(
     torch.manual_seed(3)
     module = WithHostAdamW(optimizer, num_blocks=2)
     data = regression_data(NUM_SAMPLES, batch_size=GLOBAL_BATCH // num, shuffle=True)
-    trainer = make_trainer(
+    trainer = host_trainer(
         folder / f"host{rank}",
-        strategy=RoundPipeStrategy(
-            timeout_seconds=60, checkpoint_io=RoundPipeCheckpointIO(form=form)
-        ),
+        {"checkpoint_io": RoundPipeCheckpointIO(form=form)},
         num_nodes=num,
         max_epochs=-1,
         max_steps=max_steps,
@@ -826,9 +821,7 @@ def test_a_checkpoint_goes_on_with_any_number_of_hosts(
     first, second = run_on_hosts(
         2, chain_of_resumes, 2, tmp_path, tmp_path / "saved" / "1-step=6.ckpt", kind, form
     )
-    for seen in (first, second):
-        if isinstance(seen, BaseException):
-            raise seen
+    for seen in raised((first, second)):
         assert difference(seen["whole"], one) < tolerance
         assert difference(seen["same"], seen["whole"]) == 0, "the same number: the same bits"
         assert difference(seen["from one"], one) < tolerance
@@ -845,14 +838,10 @@ def save_in(rank: int, folder: Path, forms: Sequence[Any], optimizer: str) -> No
     """Train the same for each form, with parameters that hosts have a part of."""
     for form in forms:
         torch.manual_seed(3)
-        strategy = EmulatedStrategy(
-            timeout_seconds=60,
-            upload_dtype="bf16",
-            checkpoint_io=RoundPipeCheckpointIO(form=form),
-        )
-        trainer = make_trainer(
+        trainer = host_trainer(
             folder / f"host{rank}",  # host 0's is the one that counts
-            strategy=strategy,
+            {"upload_dtype": "bf16", "checkpoint_io": RoundPipeCheckpointIO(form=form)},
+            kind=EmulatedStrategy,
             num_nodes=3,
             precision="bf16-mixed",
             max_steps=2,
@@ -927,12 +916,11 @@ class SavesAndGoesOn(Callback):
 
 def save_and_go_on(rank: int, folder: Path, form: Any, full: int, reader: int) -> Any:
     torch.manual_seed(3)
-    io = RoundPipeCheckpointIO(form=form)
     saves = SavesAndGoesOn(folder / "x.ckpt", is_full=rank == full, reads=rank == reader)
-    trainer = make_trainer(
+    trainer = host_trainer(
         folder,
-        strategy=EmulatedStrategy(timeout_seconds=60, upload_dtype="bf16", checkpoint_io=io),
-        num_nodes=2,
+        {"upload_dtype": "bf16", "checkpoint_io": RoundPipeCheckpointIO(form=form)},
+        kind=EmulatedStrategy,
         precision="bf16-mixed",
         max_steps=4,
         callbacks=[saves],
@@ -951,10 +939,7 @@ def test_a_save_that_fails_or_whose_callbacks_read_stops_nobody(
     tmp_path: Path, form: str, full: int, reader: int
 ) -> None:
     seen = run_on_hosts(2, save_and_go_on, tmp_path, form, full, reader)
-    for each in seen:
-        if isinstance(each, BaseException):
-            raise each
-        said, read, after, steps = each
+    for said, read, after, steps in raised(seen):
         assert steps == 4
         assert ("untouched" in said) == (full >= 0)
         assert difference(read, after) == difference(read, seen[0][2]) == 0
@@ -967,9 +952,9 @@ def share_by_speed(rank: int, num: int, folder: Path, max_steps: int, path: Path
     """Train with shares that are measured: host 0 is said to be twice as fast."""
     torch.manual_seed(3)
     module, sizes = Regressor("adamw", num_blocks=2), RecordSizes()
-    trainer = make_trainer(
+    trainer = host_trainer(
         folder / f"host{rank}",
-        strategy=RoundPipeStrategy(timeout_seconds=60, host_share="measured"),
+        {"host_share": "measured"},
         num_nodes=num,
         max_epochs=-1,
         max_steps=max_steps,
@@ -990,10 +975,8 @@ def measure_and_resume(rank: int, folder: Path) -> Any:
 
 def test_shares_follow_what_is_measured(tmp_path: Path) -> None:
     _, one = share_by_speed(0, 1, tmp_path / "one", 18, None)
-    for rank, seen in enumerate(run_on_hosts(2, measure_and_resume, tmp_path)):
-        if isinstance(seen, BaseException):
-            raise seen
-        (sizes, parameters), (rest, resumed) = seen
+    runs = raised(run_on_hosts(2, measure_and_resume, tmp_path))
+    for rank, ((sizes, parameters), (rest, resumed)) in enumerate(runs):
         start = sizes.index(8 - 4 * rank)
         assert 10 <= start <= 13
         assert sizes == [6] * start + [8 - 4 * rank] * (18 - start)

@@ -29,8 +29,8 @@ from tests.kit.training import (
     PaddedSequences,
     Regressor,
     make_trainer,
-    parameter_error,
     regression_data,
+    train_alike,
     train_with,
 )
 
@@ -53,6 +53,14 @@ class Annealed:
 
     def __call__(self) -> None:
         self.calls += 1
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said of the choice."""
+    lines: list[str] = []
+    monkeypatch.setattr(microbatching, "rank_zero_info", lines.append)
+    return lines
 
 
 def note() -> None:
@@ -112,11 +120,7 @@ def add(module: Counts) -> None:
         *("an epoch", "a step", "a parameter's memory"),
     ],
 )
-def test_chosen_mode(
-    monkeypatch: pytest.MonkeyPatch, count: Callable[[Counts], Any], mode: str
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
+def test_chosen_mode(said: list[str], count: Callable[[Counts], Any], mode: str) -> None:
     strategy = RoundPipeStrategy(num_microbatches=2)
     trainer = make_trainer(strategy=strategy, devices=2, max_steps=2)
     trainer.fit(Counts(count), regression_data())
@@ -143,9 +147,8 @@ def test_blocks_divided_along_tokens_prove_nothing_of_rows(recompute: Any) -> No
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x[:, None] * torch.arange(1, 4)[:, None]).mean(1)
 
-    strategies = ["auto", RoundPipeStrategy(num_microbatches=2, recompute=recompute)]
-    (one, _), (module, _) = train_with(strategies, OfTokens, regression_data(), max_steps=3)
-    assert parameter_error(module, one) < 1e-5
+    strategy = RoundPipeStrategy(num_microbatches=2, recompute=recompute)
+    train_alike(OfTokens, strategy, max_steps=3)
 
 
 def count_in_block() -> None:
@@ -233,21 +236,18 @@ def test_a_run_without_values_leaves_what_files_and_classes_hold(mode: Any) -> N
             self.drawn = GENERATOR.random(), noted.calls, Annealed.total, self.num_steps
             self.rows = list(self.seen["rows"])
 
-    strategies = ["auto", RoundPipeStrategy(num_microbatches=2, microbatching=mode)]
-    (one, _), (module, _) = train_with(strategies, Drawing, regression_data(), max_steps=3)
+    strategy = RoundPipeStrategy(num_microbatches=2, microbatching=mode)
+    one, module = train_alike(Drawing, strategy, max_steps=3)
     assert module.drawn == one.drawn
     assert module.rows == one.rows == [8, 8, 8]
-    assert parameter_error(module, one) < 1e-5
 
 
 def test_stages_that_fuse_the_loss_take_the_whole_batch_and_say_so() -> None:
-    data = regression_data()
-    kinds = ["auto", RoundPipeStrategy(recompute="none")]
-    (one, _), (module, _) = train_with(kinds, Regressor, data, max_epochs=1)
-    assert parameter_error(module, one) < 1e-5  # "step" from the second batch on
+    # "step" from the second batch on
+    train_alike(Regressor, RoundPipeStrategy(recompute="none"), max_epochs=1)
     strategy = RoundPipeStrategy(recompute="none", microbatching="blocks")
     with pytest.warns(UserWarning, match="whole batch is one microbatch: recompute='none'"):
-        make_trainer(strategy=strategy, max_epochs=1).fit(Regressor(), data)
+        make_trainer(strategy=strategy, max_epochs=1).fit(Regressor(), regression_data())
     assert strategy.plan is not None
     assert strategy.plan.num_microbatches == 1
 
@@ -296,19 +296,13 @@ CHANGES = {
 
 @pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_later_batch_that_is_not_as_proven(
-    monkeypatch: pytest.MonkeyPatch, kind: Any, name: str
-) -> None:
+def test_a_later_batch_that_is_not_as_proven(said: list[str], kind: Any, name: str) -> None:
     """It is run again as a whole: no block was stepped with it before."""
     change, reason = CHANGES[name]
     data = DataLoader(PaddedSequences(20), batch_size=4)
-    said: list[str] = []
-    monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
-    strategies = ["auto", kind(num_microbatches=2)]
-    (one, _), (module, _) = train_with(strategies, lambda: Changing(change), data, max_epochs=1)
+    train_alike(lambda: Changing(change), kind(num_microbatches=2), data=data, max_epochs=1)
     assert ["'step'" in text for text in said] == [True, False], said
     assert f"'blocks' from this batch on: {reason}. Nothing was updated" in said[1]
-    assert parameter_error(module, one) < 1e-5
     strategy = kind(num_microbatches=2, microbatching="step")
     with pytest.raises(ConfigurationError, match=f"{reason}.*Set microbatching='blocks'"):
         make_trainer(strategy=strategy).fit(Changing(change), data)
@@ -368,14 +362,10 @@ class Counting(Regressor):
     "into", ["a buffer", "a buffer, anew", "a block's buffers", "an attribute"]
 )
 def test_what_a_later_batch_writes_is_written_once(kind: Any, into: str) -> None:
-    strategies = ["auto", kind(num_microbatches=2)]
-    (one, _), (module, _) = train_with(
-        strategies, lambda: Counting(into), regression_data(), max_steps=4
-    )
+    one, module = train_alike(lambda: Counting(into), kind(num_microbatches=2), max_steps=4)
     assert module.number == one.number
     for mine, others in zip(module.buffers(), one.buffers(), strict=True):
         torch.testing.assert_close(mine, others)
-    assert parameter_error(module, one) < 1e-5
 
 
 def _of_pairs(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -441,14 +431,9 @@ DECISIONS: dict[str, Callable[[Alternating, int], bool]] = {
 
 
 @pytest.mark.parametrize("by", DECISIONS)
-def test_a_later_batch_with_another_loss(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
-    strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
-    (one, _), (module, _) = train_with(
-        strategies, lambda: Alternating(DECISIONS[by]), regression_data(), max_epochs=1
-    )
-    assert parameter_error(module, one) < 1e-5
+def test_a_later_batch_with_another_loss(said: list[str], by: str) -> None:
+    strategy = RoundPipeStrategy(num_microbatches=2)
+    train_alike(lambda: Alternating(DECISIONS[by]), strategy, max_epochs=1)
     reasons = ["is proven", f"the step reads {by}, which has changed"]
     by_number = ["it decides by batch_idx or by the Trainer's epoch"]
     expected = by_number if by.startswith(("a ", "the ")) else reasons
@@ -481,19 +466,16 @@ class BySize(LanguageModel):
     ids=["length", "rows"],
 )
 def test_a_later_batch_of_another_size(
-    monkeypatch: pytest.MonkeyPatch, *, sizes: tuple[int, int], dim: int, least: int, reason: str
+    said: list[str], *, sizes: tuple[int, int], dim: int, least: int, reason: str
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
     generator = torch.Generator().manual_seed(0)
     shapes = [(8, 12), (8, 12), (8, 9), sizes]
     batches: Any = [
         (torch.randint(1, training.VOCABULARY, shape, generator=generator),) for shape in shapes
     ]
     data: Any = DataLoader(batches, batch_size=None)
-    strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
-    (one, _), (module, _) = train_with(strategies, lambda: BySize(dim, least), data, max_epochs=1)
-    assert parameter_error(module, one) < 1e-5
+    strategy = RoundPipeStrategy(num_microbatches=2)
+    train_alike(lambda: BySize(dim, least), strategy, data=data, max_epochs=1)
     assert ["'step'" in text for text in said] == [True, False], said
     assert reason in said[1]
 
@@ -526,11 +508,8 @@ class PastAttributes(Regressor):
     ],
 )
 def test_reads_past_attributes(asks: Callable[[Any], Any], mode: Any) -> None:
-    strategies = ["auto", RoundPipeStrategy(num_microbatches=2, microbatching=mode)]
-    (one, _), (module, _) = train_with(
-        strategies, lambda: PastAttributes(asks), regression_data(), max_epochs=1
-    )
-    assert parameter_error(module, one) < 1e-5
+    strategy = RoundPipeStrategy(num_microbatches=2, microbatching=mode)
+    train_alike(lambda: PastAttributes(asks), strategy, max_epochs=1)
 
 
 def test_what_a_step_keeps_past_attributes() -> None:
@@ -554,9 +533,7 @@ def test_what_a_step_keeps_past_attributes() -> None:
         def on_train_end(self) -> None:
             self.drawn = torch.rand(())
 
-    strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
-    (one, _), (module, _) = train_with(strategies, Keeping, regression_data(), max_steps=3)
-    assert parameter_error(module, one) < 1e-5
+    one, module = train_alike(Keeping, RoundPipeStrategy(num_microbatches=2), max_steps=3)
     assert (module.steps, module.scale, module.drawn) == (3, one.scale, one.drawn)
     assert module.last == 4
     assert not hasattr(module, "before")
@@ -584,9 +561,7 @@ def test_a_mean_over_rows_is_weighed_by_rows() -> None:
             return mean
 
     data = DataLoader(PaddedSequences(20), batch_size=4)
-    strategies = ["auto", RoundPipeStrategy(num_microbatches=2)]
-    (one, _), (module, _) = train_with(strategies, OfRows, data, max_epochs=1)
-    assert parameter_error(module, one) < 1e-5
+    train_alike(OfRows, RoundPipeStrategy(num_microbatches=2), data=data, max_epochs=1)
 
 
 def test_what_is_proven_to_be_such_a_mean_is_logged_with_the_weights_of_the_loss() -> None:
@@ -611,7 +586,7 @@ def test_what_is_proven_to_be_such_a_mean_is_logged_with_the_weights_of_the_loss
     )
 
 
-def test_pinned_steps_say_why_they_are_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_steps_say_why_they_are_not_proven(said: list[str]) -> None:
     class OfAMean(Regressor):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return functional.mse_loss(self(batch[0]), batch[1]).log1p()
@@ -619,8 +594,6 @@ def test_pinned_steps_say_why_they_are_not_proven(monkeypatch: pytest.MonkeyPatc
     class Known(OfAMean):
         averages_samples = True
 
-    said: list[str] = []
-    monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
     for kind in (Regressor, Known, OfAMean):
         strategy = RoundPipeStrategy(num_microbatches=2, microbatching="step")
         make_trainer(strategy=strategy, max_steps=3).fit(kind(), regression_data())
@@ -665,17 +638,14 @@ def test_a_batch_whose_rows_are_iterated_over() -> None:
         return Rows(x=x, y=y)
 
     data = DataLoader(regression_data().dataset, batch_size=8, collate_fn=rows)
-    kinds = ("auto", RoundPipeStrategy(num_microbatches=2))
-    (one, _), (module, _) = train_with(kinds, OfRows, data, max_steps=2)
-    assert parameter_error(module, one) < 1e-6
+    strategy = RoundPipeStrategy(num_microbatches=2)
+    train_alike(OfRows, strategy, data=data, max_steps=2, tolerance=1e-6)
 
 
 @pytest.mark.parametrize(("count", "joined"), [(lambda module: None, False), (add, True)])
 def test_a_resumed_training_keeps_the_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Callable[[Counts], Any], joined: bool
+    tmp_path: Path, said: list[str], count: Callable[[Counts], Any], joined: bool
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(microbatching, "rank_zero_info", said.append)
 
     def fit(
         max_steps: int, ckpt_path: Path | None = None, count: Callable[[Counts], Any] = count

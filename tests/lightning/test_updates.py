@@ -37,7 +37,7 @@ from tests.kit.training import (
     make_trainer,
     regression_data,
     same_bits,
-    train_with,
+    train_alike,
 )
 
 pytestmark = pytest.mark.usefixtures("steps_of_microbatches")
@@ -274,10 +274,9 @@ def test_optimizers_of_bitsandbytes(name: str) -> None:
 
     Chosen.kind = staticmethod(partial(kind, min_8bit_size=64))
     assert "keeps tensors" in str(reason_not_separable(kind(Regressor().parameters(), lr=0.01)))
-    strategies = [PlainLoop(2), EmulatedStrategy(num_microbatches=2)]
-    (one, _), (module, _) = train_with(strategies, Chosen, shuffled(), max_epochs=2)
-    assert same_bits(one, module)
-    assert all(p.isfinite().all() for p in module.parameters())
+    options: Any = {"data": shuffled(), "max_epochs": 2, "tolerance": 0.0, "first": PlainLoop(2)}
+    one, _ = train_alike(Chosen, EmulatedStrategy(num_microbatches=2), **options)
+    assert all(p.isfinite().all() for p in one.parameters())
 
 
 def waiting_and_not() -> list[RoundPipeStrategy]:
@@ -885,11 +884,11 @@ class _Starts(Grouped):
 
 
 def test_parameters_added_to_the_optimizer_later(slow_updates: None) -> None:
-    kinds = [PlainLoop(4), Overlapping(num_microbatches=4), EmulatedStrategy(num_microbatches=4)]
-    runs = train_with(kinds, _Starts, shuffled(), callbacks=lambda: [_Unfreezes()], max_epochs=2)
+    strategies = [Overlapping(num_microbatches=4), EmulatedStrategy(num_microbatches=4)]
+    flags: Any = {"callbacks": lambda: [_Unfreezes()], "max_epochs": 2, "data": shuffled()}
+    one, *_ = train_alike(_Starts, *strategies, first=PlainLoop(4), tolerance=0.0, **flags)
     torch.manual_seed(3)
-    assert not torch.equal(runs[0][0].head.bias, _Starts().head.bias)
-    assert all(same_bits(module, runs[0][0]) for module, _ in runs)
+    assert not torch.equal(one.head.bias, _Starts().head.bias)
 
 
 def test_the_second_copy_is_counted() -> None:
@@ -908,17 +907,18 @@ def test_the_second_copy_is_counted() -> None:
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.05), ("value", 0.01)])
 def test_clipping_is_that_of_one_device(algorithm: str, limit: float, window: int) -> None:
-    kinds = (PlainLoop(2), Overlapping(num_microbatches=2), EmulatedStrategy(num_microbatches=2))
-    runs = train_with(
-        kinds,
+    train_alike(
         Grouped,
-        regression_data(29, shuffle=True),
+        Overlapping(num_microbatches=2),
+        EmulatedStrategy(num_microbatches=2),
+        first=PlainLoop(2),
+        tolerance=0.0,
+        data=regression_data(29, shuffle=True),
         gradient_clip_val=limit,
         gradient_clip_algorithm=algorithm,
         accumulate_grad_batches=window,
         max_epochs=window,
     )
-    assert all(same_bits(module, runs[0][0]) for module, _ in runs)
 
 
 @pytest.mark.parametrize("kind", [Overlapping, EmulatedStrategy])

@@ -1,5 +1,6 @@
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from roundpipe_lightning.planning.cost.costs import (
     UpdateTiming,
     stage_costs,
 )
-from roundpipe_lightning.planning.cost.predict import StepModel
+from roundpipe_lightning.planning.cost.predict import StepModel, StepPrediction
 from roundpipe_lightning.planning.cost.simulate import simulate
 from roundpipe_lightning.planning.model.hardware import Efficiency, HardwareSpec, load_hardware
 from roundpipe_lightning.planning.model.profile import (
@@ -74,20 +75,21 @@ def machine(**changes: float) -> HardwareSpec:
 
 
 STORAGE = ParameterStorage()
+AFTER, BEHIND = UpdateTiming.AFTER_STEP, UpdateTiming.BEHIND_NEXT_STEP
+
+
+def predicted(
+    timing: UpdateTiming, layout: PipelineLayout = LAYOUT, **changes: Any
+) -> StepPrediction:
+    options = {"profile": model(), "hardware": machine(), "storage": STORAGE, **changes}
+    return StepModel(timing=timing, **options).predict(layout)
 
 
 def test_the_optimizer_comes_after_the_step_or_hides_behind_the_next() -> None:
     work = 8 * (4 * 4.0 + 1.5) / 2
     for num_trainable, optimizer in ((0, 0.0), (10**10, 0.6), (10**12 * 5, 300.0)):
         after, behind = (
-            StepModel(
-                profile=model(),
-                hardware=machine(),
-                num_trainable=num_trainable,
-                storage=STORAGE,
-                timing=timing,
-            ).predict(LAYOUT)
-            for timing in (UpdateTiming.AFTER_STEP, UpdateTiming.BEHIND_NEXT_STEP)
+            predicted(timing, num_trainable=num_trainable) for timing in (AFTER, BEHIND)
         )
         assert after.optimizer_seconds == pytest.approx(optimizer)
         assert after.compute_seconds == pytest.approx(work)
@@ -112,13 +114,11 @@ def test_steps_in_a_stream_take_the_workers_time(backward: tuple[int, ...], team
         team_size=teams,
         recompute=recompute,
     )
-    behind = StepModel(
-        profile=model(), hardware=machines, timing=UpdateTiming.BEHIND_NEXT_STEP
-    ).predict(layout)
+    behind = predicted(BEHIND, layout, hardware=machines)
     assert behind.step_seconds >= behind.compute_seconds - 1e-9
     assert behind.step_seconds >= behind.timeline.makespan_seconds / 2
     profile, rounds = model(), (16 // teams,)
-    host = HostCosts(timing=UpdateTiming.BEHIND_NEXT_STEP)
+    host = HostCosts(timing=BEHIND)
     evaluator = Evaluator(
         profile=profile, num_workers=8 // teams, rounds=rounds, hop_seconds=0.0, host=host
     )
@@ -129,13 +129,7 @@ def test_steps_in_a_stream_take_the_workers_time(backward: tuple[int, ...], team
 
 
 def test_bytes_moved_are_counted() -> None:
-    prediction = StepModel(
-        profile=model(),
-        hardware=machine(),
-        num_trainable=5000,
-        storage=STORAGE,
-        timing=UpdateTiming.AFTER_STEP,
-    ).predict(LAYOUT)
+    prediction = predicted(AFTER, num_trainable=5000)
     assert prediction.uploaded_bytes == 2 * (4 + 4 + 1) * 1000  # two rounds, forward and backward
     assert prediction.downloaded_bytes == 2 * (4 + 1) * 1000
 
@@ -149,12 +143,8 @@ def test_the_host_adds_up_what_comes_down() -> None:
         root_download_bytes_per_second=1e15,
         host_bytes_per_second=5e12,
     )
-    after, behind = (
-        StepModel(
-            profile=big, hardware=fast, num_trainable=5 * 10**12, storage=STORAGE, timing=timing
-        ).predict(LAYOUT)
-        for timing in (UpdateTiming.AFTER_STEP, UpdateTiming.BEHIND_NEXT_STEP)
-    )
+    given: Any = {"profile": big, "hardware": fast, "num_trainable": 5 * 10**12}
+    after, behind = (predicted(timing, **given) for timing in (AFTER, BEHIND))
     moved = 2 * (9 + 5) * 2e12  # as above
     sums = 2 * 5 * 1e12 * (2 + 2 * 4)  # of each parameter 2 bytes are read, and 4 read and written
     assert after.host_seconds == pytest.approx(moved / 5e12 + sums / 2.5e12)
@@ -191,17 +181,8 @@ def test_slow_links_make_a_step_longer_and_compressed_frozen_weights_shorter() -
     slow = machine(upload_bytes_per_second=0.5e8, root_upload_bytes_per_second=1e8)
 
     def seconds(storage: ParameterStorage, hardware: HardwareSpec = slow) -> float:
-        return (
-            StepModel(
-                profile=frozen,
-                hardware=hardware,
-                num_trainable=0,
-                storage=storage,
-                timing=UpdateTiming.BEHIND_NEXT_STEP,
-            )
-            .predict(LAYOUT)
-            .step_seconds
-        )
+        given: Any = {"profile": frozen, "hardware": hardware, "storage": storage}
+        return predicted(BEHIND, num_trainable=0, **given).step_seconds
 
     plain, byte, nibble = (seconds(ParameterStorage(frozen_bits=bits)) for bits in (16, 8, 4))
     assert plain > byte > nibble > seconds(STORAGE, machine())
