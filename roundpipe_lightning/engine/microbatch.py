@@ -146,6 +146,7 @@ class Microbatch:
                 microbatch=context.first_microbatch + index,
                 generators=lambda: turns.worker.device.generators(),  # noqa: PLW0108 - it changes
                 is_free_outside=context.forms is not None,
+                watches_blocks=self.runs_user_code,
             ),
             classes=context.classes,
             outside=context.outside,

@@ -1,10 +1,12 @@
 import inspect
+import random
 import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -319,6 +321,50 @@ def test_draws_in_a_backward_pass_are_warned_of_once(workers: Any) -> None:
             mean_step(engine, batches)
         assert len(seen) == 1
         mean_step(engine, batches)
+
+
+def _seed_for_a_draw(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return x + torch.rand_like(x)
+
+
+def _seed_python(x: Tensor) -> Tensor:
+    random.seed(3)
+    return x + random.random()
+
+
+def _draw_twice(x: Tensor) -> Tensor:
+    before = torch.get_rng_state()
+    noise = torch.rand_like(x)
+    torch.set_rng_state(before)
+    torch.manual_seed(torch.initial_seed())
+    return x + noise
+
+
+@pytest.mark.filterwarnings("ignore:Block .* gave other values in its recompute")
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize(
+    "function",
+    [
+        _seed_for_a_draw,
+        _draw_twice,
+        lambda x: x + torch.manual_seed(3).initial_seed(),
+        _seed_python,
+        lambda x: x * float(np.random.rand()),  # noqa: NPY002
+        _dropout_without_torch_function,
+    ],
+)
+def test_a_block_that_seeds_or_draws_past_the_engine_is_warned_of_once(
+    function: Callable[[Tensor], Tensor], num_microbatches: int
+) -> None:
+    module, batches = Regressor(2, make_block=lambda: Calling(function)), regression_batches(3)
+    torch.rand(())
+    with engine_for(module, num_microbatches=num_microbatches) as engine:
+        with pytest.warns(UnrepeatableDrawWarning, match=r"A block.*torch\.Generator") as seen:
+            mean_step(engine, batches[:num_microbatches])
+        mean_step(engine, batches[:num_microbatches])
+    assert [w.category for w in seen].count(UnrepeatableDrawWarning) == 1
 
 
 def test_a_generator_that_a_block_seeds_is_allowed() -> None:

@@ -158,6 +158,9 @@ class Drawing(Block):
         return super().forward(x) * random.random()
 
 
+@pytest.mark.filterwarnings(
+    "ignore::roundpipe_lightning.engine.capture.randomness.UnrepeatableDrawWarning"
+)
 @on_any_workers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_recompute_that_gives_other_values_is_warned_of(

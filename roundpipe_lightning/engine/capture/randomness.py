@@ -18,13 +18,16 @@ number generators, OOPSLA 2014).
 from __future__ import annotations
 
 import functools
+import pickle
+import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -140,11 +143,24 @@ class UnrepeatableDrawWarning(UserWarning):
     """Random numbers are drawn where they depend on which thread comes first."""
 
 
+_IN_BACKWARD = (
+    "A backward pass (a torch.autograd.Function, a hook), or code beside it that the engine does "
+    "not see, draws random numbers: who gets which is not the same every time. Draw them in the "
+    "forward pass and save them for the backward pass."
+)
+_IN_BLOCK = (
+    "A block, or code beside it, seeds the process's random generators (torch.manual_seed, "
+    "random.seed) or draws from them where the engine does not see it: recomputes and microbatches "
+    "get other numbers than one device does. Draw from a torch.Generator that the block makes and "
+    "seeds, or draw before the blocks and give them the numbers."
+)
+
+
 class StepDraws:
     """The draws of one step from the process-wide generators.
 
     The lock guards the generators: one draw at a time, their states put back after it. All steps of
-    an engine share it. It warns once of draws in a backward pass, if it `looks_for_others`.
+    an engine share it. It warns once of draws that it does not see, if it `looks_for_others`.
     """
 
     def __init__(self, lock: threading.Lock, *, looks_for_others: bool = False) -> None:
@@ -152,30 +168,25 @@ class StepDraws:
         self.lock = lock
         self._looks_for_others = looks_for_others
 
-    @contextmanager
-    def watched(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
-        """Warn of code that draws from generators itself, as the engine cannot see it do."""
+    def states(self, generators: Sequence[torch.Generator]) -> bytes | None:
+        """Return what `check` compares; None where nothing is looked for."""
         if not self._looks_for_others:
-            yield
-            return
-        before = self._states(generators)
-        yield
-        if self._states(generators) == before:
+            return None
+        with self.lock:
+            of_torch = [generator.get_state().numpy().tobytes() for generator in generators]
+        of_numpy = np.random.get_state()  # noqa: NPY002 - what users' code draws from
+        return pickle.dumps((of_torch, random.getstate(), of_numpy))
+
+    def check(
+        self, before: bytes | None, generators: Sequence[torch.Generator], message: str
+    ) -> None:
+        """Warn if generators have moved since `before`."""
+        if before is None or self.states(generators) == before:
             return
         with self.lock:
             is_first, self._looks_for_others = self._looks_for_others, False
         if is_first:
-            warnings.warn(
-                "A backward pass (a torch.autograd.Function, a hook), or code beside it that the "
-                "engine does not see, draws random numbers: who gets which is not the same every "
-                "time. Draw them in the forward pass and save them for the backward pass.",
-                category=UnrepeatableDrawWarning,
-                stacklevel=2,
-            )
-
-    def _states(self, generators: Sequence[torch.Generator]) -> list[bytes]:
-        with self.lock:
-            return [generator.get_state().numpy().tobytes() for generator in generators]
+            warnings.warn(message, category=UnrepeatableDrawWarning, stacklevel=2)
 
     def draw(
         self, seed: int, generators: Sequence[torch.Generator], call: Callable[[], Any]
@@ -196,6 +207,7 @@ class RandomStream:
     generators: Callable[[], Sequence[torch.Generator]]
     # whether code outside the blocks draws from the default generators
     is_free_outside: bool = False
+    watches_blocks: bool = True  # no code outside runs beside them that may draw
 
     def __post_init__(self) -> None:
         self.drops_out = True
@@ -204,6 +216,7 @@ class RandomStream:
         self.num_draws = 0
         self._block: int | None = None
         self._outside = self._place, 0  # place and draws of the code outside while a block runs
+        self._before: bytes | None = None  # the generators, before a block
         self._given_states: dict[tuple[int, int], bytes] = {}
         self._made: dict[torch.device, torch.Generator] = {}  # this thread's
 
@@ -222,6 +235,7 @@ class RandomStream:
                 "recompute would see others. Turn it off (for transformers models "
                 "`gradient_checkpointing_disable()`): the engine recomputes blocks already."
             )
+        self._check_block()  # the block may put back what it has seeded
         self.num_draws += 1
         given = kwargs.get("generator")
         if given is not None:
@@ -234,9 +248,12 @@ class RandomStream:
             result = self.step_draws.draw(seed, self.generators(), lambda: func(*args, **kwargs))
         return result
 
-    def watched(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def watched(self) -> Iterator[None]:
         """Run a backward pass, which should not draw, until the end of the context."""
-        return self.step_draws.watched(self.generators())
+        before = self.step_draws.states(self.generators())
+        yield
+        self.step_draws.check(before, self.generators(), _IN_BACKWARD)
 
     def draw_all(self, call: Callable[[], Any]) -> Any:
         self.num_draws += 1
@@ -259,9 +276,16 @@ class RandomStream:
         """Draw as block `index` until `end_block`, always the same numbers."""
         self._outside = self._place, self.num_draws
         self._place, self.num_draws, self._block = mix(self._seed, 1, index), 0, index
+        self._before = self.step_draws.states(self.generators()) if self.watches_blocks else None
 
     def end_block(self) -> None:
+        self._check_block()
+        self._before = None
         (self._place, self.num_draws), self._block = self._outside, None
+
+    def _check_block(self) -> None:
+        if self._before is not None:
+            self.step_draws.check(self._before, self.generators(), _IN_BLOCK)
 
     def _call_seeded(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], seed: int
