@@ -542,10 +542,26 @@ def test_blocks_do_as_on_one_device(block: Any, num_microbatches: int, devices: 
             assert not differences(module, mean_step(engine, batches), wanted)
 
 
-def test_zero_grad_in_a_block_warns() -> None:
+class _Reading(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.inner.weight.grad is None
+        return super().forward(x)
+
+
+@on_any_workers
+@pytest.mark.parametrize(
+    ("block", "warning"),
+    [
+        (_Clearing, r"A block calls zero_grad\(\), which does nothing"),
+        (_Reading, r"a block, reads a parameter's \.grad, which is None in steps"),
+    ],
+)
+def test_gradients_of_the_batch_before_are_not_there(
+    block: Any, warning: str, workers: Workers
+) -> None:
     with (
-        engine_for(Regressor(2, make_block=_Clearing)) as engine,
-        pytest.warns(UserWarning, match=r"A block calls zero_grad\(\), which does nothing"),
+        engine_for(Regressor(2, make_block=block), devices=workers(2)) as engine,
+        pytest.warns(UserWarning, match=warning),
     ):
         mean_step(engine, regression_batches(3))
 

@@ -59,6 +59,11 @@ from roundpipe_lightning.errors import CaptureError, ConfigurationError
 #: Functions that ask nothing of a tensor's values, or that leave its graph.
 _WITHOUT_VALUES = METADATA | {"detach"}
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+_READS_GRADIENT = (
+    "A step, or a block, reads a parameter's .grad, which is None in steps. What the batch before "
+    "gave is there in on_after_backward, on_before_optimizer_step and after the batch: keep it in "
+    "an attribute."
+)
 
 #: Types of arguments that neither are parameters nor hold some.
 _NO_MASTERS = frozenset({int, float, bool, str, slice, type(None), torch.dtype})
@@ -437,12 +442,7 @@ class UserCode(TorchFunctionMode):
             if name == "backward":
                 self.check_backward(*tensors_in(args[0]))
             elif func == _GRADIENT and any(args[0] is leaf for leaf in self.leaves.values()):
-                warnings.warn(
-                    "A step reads a parameter's .grad, which is None in steps. What the batch "
-                    "before gave is there in on_after_backward, on_before_optimizer_step and after "
-                    "the batch: keep it in an attribute.",
-                    stacklevel=3,
-                )
+                warnings.warn(_READS_GRADIENT, stacklevel=3)
             return NotImplemented, args, kwargs
         if func is torch.autograd.grad and self.check_gradient is not None:
             if not is_transformed():  # else these are the transform's own
@@ -484,9 +484,13 @@ class UserCode(TorchFunctionMode):
     def _on_resident_leaves(
         self, func: Any, args: Any, kwargs: Any, rounded: RoundedLeaves
     ) -> tuple[Any, Any, Any]:
+        assert self._resident is not None, "a block runs"
         args = tuple([self._resident_leaf_for(x) for x in args])
         if kwargs:
             kwargs = {key: self._resident_leaf_for(x) for key, x in kwargs.items()}
+        if func == _GRADIENT and self._resident.original_of(args[0]) is not args[0]:
+            warnings.warn(_READS_GRADIENT, stacklevel=4)
+            return None, args, kwargs  # not what another microbatch has given
         if not rounded.masters:
             return NotImplemented, args, kwargs
         return self._with_whole_values(func, args, kwargs, rounded)
