@@ -264,6 +264,7 @@ class Microbatch:
         turns.check_not_aborted()
         forward.write_buffers_back()
         user.write_parameters_back()
+        user.hold_last_writes()
         forward.end_user_code()
         self.links = forward.links()
         self.num_streamed = sum(call.position is None for call in forward.calls)

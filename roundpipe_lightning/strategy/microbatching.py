@@ -310,8 +310,10 @@ def shared_contents(module: LightningModule) -> dict[Any, Any]:
         if name not in own
         if isinstance(value, _CONTAINERS) or is_of_user(sys.modules.get(type(value).__module__))
     }
-    files = ((table, name) for table, name in variables_of_code(module) if "__spec__" in table)
-    return found | {(id(table), name): _content(table.get(name), seen) for table, name in files}
+    tables = [(t, name) for t, name in variables_of_code(module) if "__spec__" in t]
+    # The whole module's numbers are no block's own: a block writes them past its view.
+    tables += [(vars(module), n) for n, v in vars(module).items() if isinstance(v, _PLAIN)]
+    return found | {(id(t), name): _content(t.get(name), seen) for t, name in tables}
 
 
 def _content(

@@ -361,8 +361,7 @@ class PipelineRuntime:
 
         Other hosts are told of it as soon as the user's steps have returned.
         """
-        is_one = len(cut.parts) == 1
-        hosts = self.hosts
+        is_one, hosts = len(cut.parts) == 1, self.hosts
         if hosts is not None:
             steps = self._module.trainer.global_step
             hosts.place = f"batch {self._batch_number}, after {steps} optimizer steps"
@@ -405,7 +404,8 @@ class PipelineRuntime:
             logs = [host_log(self._module, into=into, syncs=hosts is not None)]
 
         def log(*args: Any, **kwargs: Any) -> None:
-            logs[cut.part](*args, **kwargs)
+            if not used:  # else a block's recompute logs once more
+                logs[cut.part](*args, **kwargs)
 
         with (
             self._metrics.lent(log, is_whole=is_one),

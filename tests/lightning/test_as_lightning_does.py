@@ -341,3 +341,46 @@ class _Prepared(Regressor):
 @pytest.mark.parametrize("strategy", [RoundPipeStrategy, EmulatedStrategy])
 def test_blocks_that_prepare_themselves_may_be_called_before_the_first_step(strategy: Any) -> None:
     train_alike(_Prepared, strategy(num_microbatches=1), tolerance=0.0)
+
+
+class _Referring(torch.nn.Module):
+    """Reads what the step sets, and logs, past its arguments."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.inner, self.whole = torch.nn.Linear(WIDTH, WIDTH), [module]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (module,) = self.whole
+        module.log("rate", module.rate + module.last)
+        hidden: torch.Tensor = module.rate * module.last * torch.tanh(self.inner(x))
+        return x + hidden
+
+
+class _Referred(Regressor):
+    last = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(_Referring(self) for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.rate = 1 / (1 + batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        self.last = 0.9 * self.last
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.rate = 0.5
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
+def test_blocks_that_refer_to_the_whole_module(kind: Any) -> None:
+    data = regression_data()
+    ours = [kind(num_microbatches=count) for count in (1, 4)]
+    one, *others = train_alike(_Referred, *ours, data=data, validation=data)
+    for other in others:
+        assert other.last == one.last
+        logged, wanted = other.trainer.callback_metrics, one.trainer.callback_metrics
+        torch.testing.assert_close(logged, wanted)

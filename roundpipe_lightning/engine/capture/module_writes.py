@@ -3,7 +3,7 @@
 Adapters switched off for a reference pass, `eval()` for a while, a counter: such writes are the
 microbatch's own until the step ends. Other microbatches run at the same time and must not see
 them; the microbatch's blocks must, on whichever worker they run, and in their recompute as they
-were in the forward pass.
+were in the forward pass. Where the code runs once, a module outside the blocks has them at once.
 
 ```
 user code      off ── pass 1 ── on ── pass 2 ──▶ loss

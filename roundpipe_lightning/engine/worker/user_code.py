@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import (
     BuiltinFunctionType,
     MethodDescriptorType,
@@ -48,7 +49,14 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     without_autocast,
 )
 from roundpipe_lightning.engine.capture.trees import map_tensors, parameters_in, tensors_in
-from roundpipe_lightning.engine.capture.view import View, ViewClasses, ViewMaker
+from roundpipe_lightning.engine.capture.view import (
+    DELETED,
+    HOOKS,
+    View,
+    ViewClasses,
+    ViewMaker,
+    write_through,
+)
 from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype, sum_wide
 from roundpipe_lightning.engine.transfer.gradient_reduce import Gradients, fold
@@ -140,13 +148,17 @@ class UserCode(TorchFunctionMode):
         self.streamed: set[nn.Parameter] = set()  # those of blocks that ran without a plan
         self._buffers: dict[int, PlacedBuffers] = {}
         self.maker = ViewMaker(
-            parameter=self._leaf, buffer=self._buffer, classes=self.classes, write=self.writes.note
+            parameter=self._leaf, buffer=self._buffer, classes=self.classes, write=self._note_write
         )
+        self._blocks: tuple[nn.Module, ...] = ()
+        # attributes written since the last call of a block, with what they had then
+        self._since_blocks: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
 
     def open_view(self, blocks: Iterable[nn.Module], *, called: Called) -> nn.Module:
         """Make the view of the module, in which blocks are proxies that call `called`."""
+        self._blocks = tuple(blocks)
         self.maker.add_later(
-            blocks,
+            self._blocks,
             lambda block: make_proxy(block, maker=self.maker, classes=self.classes, called=called),
         )
         present = self.worker  # until `close`
@@ -168,6 +180,31 @@ class UserCode(TorchFunctionMode):
     def _leaf_to_write(self, parameter: nn.Parameter) -> nn.Parameter:
         self.before_write()
         return self._leaf(parameter) if id(parameter) in self._masters else parameter
+
+    @cached_property
+    def _in_blocks(self) -> frozenset[int]:
+        return frozenset(id(module) for block in self._blocks for module in block.modules())
+
+    def _note_write(self, module: nn.Module, name: str, value: Any) -> None:
+        """Hear that the code has written an attribute.
+
+        Where it runs once, code that reaches the module past its view finds it at once: a block
+        that keeps a reference to the whole module, say.
+        """
+        waits = self.may_write is False or id(module) in self._in_blocks or name in HOOKS
+        if waits or isinstance(value, (nn.Module, nn.Parameter)):
+            self.writes.note(module, name, value)
+            return
+        self.writes.mark()
+        before = vars(module).get(name, DELETED)
+        self._since_blocks.setdefault((id(module), name), (module, before))
+        write_through(module, name, value)
+
+    def hold_last_writes(self) -> None:
+        """Let what was written after the last block wait for the recomputes of blocks."""
+        for (_, name), (module, before) in self._since_blocks.items():
+            self.writes.note(module, name, vars(module).get(name, DELETED))
+            write_through(module, name, before)
 
     def _buffer(self, buffer: Tensor) -> Tensor:
         with self.suspended(), untransformed():
@@ -200,6 +237,7 @@ class UserCode(TorchFunctionMode):
 
     def check_call(self, block: nn.Module, name: str) -> None:
         """Raise a CaptureError if something is around the call of a block that misses it."""
+        self._since_blocks.clear()
         written = self._present_buffers().written if self._crosses else []
         if written and not set(written).isdisjoint(block.buffers()):
             raise CaptureError(
