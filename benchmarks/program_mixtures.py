@@ -392,9 +392,10 @@ def text_of(seed: int) -> str:
     evaluation = draw(_EVALUATION, "no_evaluation", 3)
     callbacks = draw(_CALLBACKS, "no_callback", 8)
     automatic = optimizer != "two"
-    # attributes are in no checkpoint, and StochasticWeightAveraging cannot go on from one
-    fresh = {"state", "attribute", "stochastic"}
-    resumes = not numbers.randrange(4) and fresh.isdisjoint({head, *blocks, callbacks})
+    # attributes are in no checkpoint, StochasticWeightAveraging cannot go on from one, and no hook
+    # of a batch runs again that comes after its checkpoint
+    fresh = {"state", "attribute", "stochastic", "average"}
+    resumes = not numbers.randrange(4) and fresh.isdisjoint({head, *blocks, callbacks, hook})
     batch = "tuple" if hook == "before_batch" else batch
     flags = flags if automatic else "{}"
     if optimizer == "closure":  # LBFGS makes much of rounding
