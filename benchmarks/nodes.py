@@ -38,7 +38,7 @@ from torch import Tensor
 from roundpipe_lightning import RoundPipeStrategy
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
 from roundpipe_lightning.errors import HostError
-from tests.kit.hosts import StartedHost, start_hosts
+from tests.kit.hosts import StartedHost, raised, start_hosts
 from tests.kit.training import QUIET, Regressor, make_trainer, regression_data
 
 NUM_STEPS = 30
@@ -195,9 +195,7 @@ def run(num: int, folder: Path, links: Links, steps: int = NUM_STEPS) -> list[An
 
 def parameters(results: list[Any]) -> list[Tensor]:
     """Return those of host 0, which all have."""
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    for result in raised(results):
         if not all(map(torch.equal, result, results[0])):
             raise ValueError("Hosts ended with different parameters.")
     first: list[Tensor] = results[0]

@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader
 
 from roundpipe_lightning.emulation.server import EmulatedServer
 from roundpipe_lightning.engine.device.host_memory import keep_pieces_apart
-from roundpipe_lightning.testing import EmulatedStrategy
+from tests.kit.hosts import PlannedAsGpu
 
 WARM_UP = 3
 MODES: dict[str, dict[str, Any]] = {
@@ -91,12 +91,6 @@ class TimedModule(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class PlannedAsGpu(EmulatedStrategy):
-    """Plans are made as for devices with memory of their own."""
-
-    _computes_on_host = False
 
 
 class Marks(Callback):

@@ -14,6 +14,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from lightning.pytorch import Trainer
+
+from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning.testing import EmulatedStrategy
+from tests.kit.training import make_trainer
+
 _SECONDS = 600.0  # a host that waits for another one says so long before
 _LEAVE_SECONDS = 5.0  # for an orderly end
 
@@ -55,6 +61,31 @@ def run_on_hosts(
     """
     started = start_hosts(num, function, *args, environments=environments)
     return [host.result() for host in started]
+
+
+def host_trainer(
+    folder: Path,
+    options: Mapping[str, Any] | None = None,
+    *,
+    kind: type[RoundPipeStrategy] = RoundPipeStrategy,
+    **flags: Any,
+) -> Trainer:
+    strategy = kind(**{"timeout_seconds": 60, **(options or {})})
+    return make_trainer(folder, strategy=strategy, **{"num_nodes": 2, **flags})
+
+
+def raised(runs: Sequence[Any]) -> Sequence[Any]:
+    """Raise the first error of a host; else return what all of them gave."""
+    for seen in runs:
+        if isinstance(seen, BaseException):
+            raise seen
+    return runs
+
+
+class PlannedAsGpu(EmulatedStrategy):
+    """Plans are made as for devices with memory of their own."""
+
+    _computes_on_host = False
 
 
 class HostsAtWork:

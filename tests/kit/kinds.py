@@ -49,7 +49,17 @@ class Kind:
     blocks: tuple[str, ...] | None = None
 
 
-def _model(auto: Any, name: str, **config: Any) -> Callable[[], nn.Module]:
+def _kind(
+    auto: Any,
+    name: str,
+    batch: Callable[[torch.Generator], dict[str, Tensor]],
+    stacks: tuple[str, ...],
+    *,
+    blocks: tuple[str, ...] | None = None,
+    **config: Any,
+) -> Kind:
+    """A kind of transformers' models, without dropout, of a small configuration."""
+
     def build() -> nn.Module:
         torch.manual_seed(0)
         # Fused attention picks another kernel, which rounds differently, where a bias needs no
@@ -61,7 +71,7 @@ def _model(auto: Any, name: str, **config: Any) -> Callable[[], nn.Module]:
                 module.p = 0.0
         return Wrapped(made)
 
-    return build
+    return Kind(build=build, batch=batch, stacks=stacks, blocks=blocks)
 
 
 def _ids(generator: torch.Generator) -> Tensor:
@@ -114,141 +124,106 @@ def _seen_in_patches(generator: torch.Generator) -> dict[str, Any]:
     }
 
 
-_WIDTH = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
-_TEXT = {**_WIDTH, "vocab_size": VOCABULARY, "num_hidden_layers": 3}
-_BART = {
+_WIDTH: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+_TEXT: dict[str, Any] = {**_WIDTH, "vocab_size": VOCABULARY, "num_hidden_layers": 3}
+_BART: dict[str, Any] = {
     "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 2, "decoder_layers": 3,
     "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
     "decoder_ffn_dim": 24, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
 }  # fmt: skip
 
 KINDS: dict[str, Kind] = {
-    "encoder, masked tokens": Kind(
-        build=_model(AutoModelForMaskedLM, "bert", **_TEXT),
-        batch=_pairs,
-        stacks=("model.bert.encoder.layer",),
+    "encoder, masked tokens": _kind(
+        AutoModelForMaskedLM, "bert", _pairs, ("model.bert.encoder.layer",), **_TEXT,
     ),
-    "encoder, classes of tokens": Kind(
-        build=_model(
-            AutoModelForTokenClassification, "distilbert", vocab_size=VOCABULARY, dim=16,
-            n_layers=3, n_heads=2, hidden_dim=24, num_labels=VOCABULARY,
-        ),
-        batch=_pairs,
-        stacks=("model.distilbert.transformer.layer",),
+    "encoder, classes of tokens": _kind(
+        AutoModelForTokenClassification, "distilbert", _pairs,
+        ("model.distilbert.transformer.layer",),
+        vocab_size=VOCABULARY, dim=16, n_layers=3, n_heads=2, hidden_dim=24, num_labels=VOCABULARY,
     ),
-    "one block many times": Kind(
-        build=_model(AutoModelForMaskedLM, "albert", embedding_size=8, **_TEXT),
-        batch=_pairs,
-        stacks=("model.albert.encoder.albert_layer_groups",),
-        blocks=("model.albert.encoder.albert_layer_groups.0",),
+    "one block many times": _kind(
+        AutoModelForMaskedLM, "albert", _pairs, ("model.albert.encoder.albert_layer_groups",),
+        embedding_size=8, **_TEXT, blocks=("model.albert.encoder.albert_layer_groups.0",),
     ),
-    "encoder-decoder with biases from the first block": Kind(
-        build=_model(
-            AutoModelForSeq2SeqLM, "t5", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24,
-            num_layers=3, num_heads=2, dropout_rate=0.0, use_cache=False,
-            decoder_start_token_id=0, pad_token_id=0,
-        ),
-        batch=_pairs,
-        stacks=("model.encoder.block", "model.decoder.block"),
+    "encoder-decoder with biases from the first block": _kind(
+        AutoModelForSeq2SeqLM, "t5", _pairs, ("model.encoder.block", "model.decoder.block"),
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24,
+        num_layers=3, num_heads=2, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0, pad_token_id=0,
     ),
-    "encoder-decoder": Kind(
-        build=_model(AutoModelForSeq2SeqLM, "bart", **_BART, use_cache=False),
-        batch=_pairs,
-        stacks=("model.model.encoder.layers", "model.model.decoder.layers"),
+    "encoder-decoder": _kind(
+        AutoModelForSeq2SeqLM, "bart", _pairs,
+        ("model.model.encoder.layers", "model.model.decoder.layers"),
+        **_BART, use_cache=False,
     ),
-    "speech": Kind(
-        build=_model(
-            AutoModelForSpeechSeq2Seq, "whisper", **_BART, num_mel_bins=8,
-            max_source_positions=8, max_target_positions=16, pad_token_id=0, bos_token_id=1,
-            eos_token_id=2, decoder_start_token_id=1,
-        ),
-        batch=_sound,
-        stacks=("model.model.encoder.layers", "model.model.decoder.layers"),
+    "speech": _kind(
+        AutoModelForSpeechSeq2Seq, "whisper", _sound,
+        ("model.model.encoder.layers", "model.model.decoder.layers"),
+        **_BART, num_mel_bins=8,
+        max_source_positions=8, max_target_positions=16, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1,
     ),
-    "vision transformer": Kind(
-        build=_model(
-            AutoModelForImageClassification, "vit", **_WIDTH, num_hidden_layers=3, image_size=32,
-            patch_size=16,
-        ),
-        batch=_images,
-        stacks=("model.vit.layers",),
+    "vision transformer": _kind(
+        AutoModelForImageClassification, "vit", _images, ("model.vit.layers",),
+        **_WIDTH, num_hidden_layers=3, image_size=32, patch_size=16,
     ),
-    "convolutions in stages": Kind(
-        build=_model(
-            AutoModelForImageClassification, "convnext", hidden_sizes=[8, 16, 24, 32],
-            depths=[2, 2, 3, 2],
-        ),
-        batch=_images,
-        stacks=tuple(f"model.convnext.encoder.stages.{i}.layers" for i in range(4)),
+    "convolutions in stages": _kind(
+        AutoModelForImageClassification, "convnext", _images,
+        tuple(f"model.convnext.encoder.stages.{i}.layers" for i in range(4)),
+        hidden_sizes=[8, 16, 24, 32], depths=[2, 2, 3, 2],
     ),
-    "residual network with running statistics": Kind(
-        build=_model(
-            AutoModelForImageClassification, "resnet", embedding_size=8, depths=[2, 2],
-            hidden_sizes=[8, 16], layer_type="basic",
-        ),
-        batch=_images,
-        stacks=tuple(f"model.resnet.encoder.stages.{i}.layers" for i in range(2)),
+    "residual network with running statistics": _kind(
+        AutoModelForImageClassification, "resnet", _images,
+        tuple(f"model.resnet.encoder.stages.{i}.layers" for i in range(2)),
+        embedding_size=8, depths=[2, 2], hidden_sizes=[8, 16], layer_type="basic",
     ),
-    "windows in stages": Kind(
-        build=_model(
-            AutoModelForImageClassification, "swin", embed_dim=8, depths=[2, 2], num_heads=[2, 2],
-            image_size=32, patch_size=4, window_size=4, drop_path_rate=0.0,
-        ),
-        batch=_images,
-        stacks=tuple(f"model.swin.encoder.layers.{i}.blocks" for i in range(2)),
+    "windows in stages": _kind(
+        AutoModelForImageClassification, "swin", _images,
+        tuple(f"model.swin.encoder.layers.{i}.blocks" for i in range(2)),
+        embed_dim=8, depths=[2, 2], num_heads=[2, 2],
+        image_size=32, patch_size=4, window_size=4, drop_path_rate=0.0,
     ),
-    "vision and language": Kind(
-        build=_model(
-            AutoModelForImageTextToText, "llava", image_token_id=2, image_token_index=2,
-            vision_config={
-                "model_type": "clip_vision_model", **_WIDTH, "num_hidden_layers": 3,
-                "image_size": 16, "patch_size": 8, "projection_dim": 16,
-            },
-            text_config={"model_type": "llama", **_TEXT, "num_key_value_heads": 2},
-        ),
-        batch=_seen,
-        stacks=("model.model.vision_tower.encoder.layers", "model.model.language_model.layers"),
+    "vision and language": _kind(
+        AutoModelForImageTextToText, "llava", _seen,
+        ("model.model.vision_tower.encoder.layers", "model.model.language_model.layers"),
+        image_token_id=2, image_token_index=2,
+        vision_config={
+            "model_type": "clip_vision_model", **_WIDTH, "num_hidden_layers": 3,
+            "image_size": 16, "patch_size": 8, "projection_dim": 16,
+        },
+        text_config={"model_type": "llama", **_TEXT, "num_key_value_heads": 2},
     ),
-    "vision and language, the tower's features in several layers": Kind(
-        build=_model(
-            AutoModelForImageTextToText, "qwen3_vl", image_token_id=60, video_token_id=61,
-            vision_start_token_id=62, vision_end_token_id=63,
-            vision_config={
-                "depth": 3, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 24,
-                "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2,
-                "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16,
-            },
-            text_config={
-                **_TEXT, "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1,
-                "eos_token_id": 2, "rope_parameters": {
-                    "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4,
-                },
-            },
-        ),
-        batch=_seen_in_patches,
-        stacks=(
-            "model.model.visual.blocks",
-            "model.model.visual.deepstack_merger_list",
+    "vision and language, the tower's features in several layers": _kind(
+        AutoModelForImageTextToText, "qwen3_vl", _seen_in_patches,
+        (
+            "model.model.visual.blocks", "model.model.visual.deepstack_merger_list",
             "model.model.language_model.layers",
         ),
+        image_token_id=60, video_token_id=61,
+        vision_start_token_id=62, vision_end_token_id=63,
+        vision_config={
+            "depth": 3, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 24,
+            "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2,
+            "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16,
+        },
+        text_config={
+            **_TEXT, "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1,
+            "eos_token_id": 2, "rope_parameters": {
+                "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4,
+            },
+        },
     ),
-    "state spaces": Kind(
-        build=_model(
-            AutoModelForCausalLM, "mamba", vocab_size=VOCABULARY, hidden_size=16, state_size=4,
-            num_hidden_layers=3, use_mambapy=False,
-        ),
-        batch=_causal,
-        stacks=("model.backbone.layers",),
+    "state spaces": _kind(
+        AutoModelForCausalLM, "mamba", _causal, ("model.backbone.layers",),
+        vocab_size=VOCABULARY, hidden_size=16, state_size=4,
+        num_hidden_layers=3, use_mambapy=False,
     ),
-    "state spaces, attention and experts": Kind(
-        build=_model(
-            AutoModelForCausalLM, "jamba", **{**_TEXT, "num_hidden_layers": 4},
-            num_key_value_heads=1, num_experts=2, num_experts_per_tok=1, attn_layer_period=2,
-            attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=4,
-            mamba_dt_rank=4, use_mamba_kernels=False, output_router_logits=True,
-        ),
-        batch=_causal,
-        stacks=("model.model.layers",),
+    "state spaces, attention and experts": _kind(
+        AutoModelForCausalLM, "jamba", _causal, ("model.model.layers",),
+        **{**_TEXT, "num_hidden_layers": 4},
+        num_key_value_heads=1, num_experts=2, num_experts_per_tok=1, attn_layer_period=2,
+        attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, mamba_d_state=4,
+        mamba_dt_rank=4, use_mamba_kernels=False, output_router_logits=True,
     ),
 }  # fmt: skip
 

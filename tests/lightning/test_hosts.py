@@ -7,7 +7,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fractions import Fraction
@@ -39,7 +39,7 @@ from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.strategy.hosts import launch
 from roundpipe_lightning.strategy.hosts.data import BatchShares
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.hosts import HostsAtWork, run_on_hosts
+from tests.kit.hosts import HostsAtWork, host_trainer, raised, run_on_hosts
 from tests.kit.resumption import plain
 from tests.kit.training import (
     WIDTH,
@@ -193,25 +193,6 @@ def train(rank: int, num: int, folder: Path, case: Case) -> dict[str, Any]:
         "parameters": [p.detach().clone() for p in module.parameters()],
         "steps": trainer.global_step,
     }
-
-
-def host_trainer(
-    folder: Path,
-    options: Mapping[str, Any] | None = None,
-    *,
-    kind: type[RoundPipeStrategy] = RoundPipeStrategy,
-    **flags: Any,
-) -> Trainer:
-    strategy = kind(**{"timeout_seconds": 60, **(options or {})})
-    return make_trainer(folder, strategy=strategy, **{"num_nodes": 2, **flags})
-
-
-def raised(runs: Sequence[Any]) -> Sequence[Any]:
-    """Raise the first error of a host; else return what all of them gave."""
-    for seen in runs:
-        if isinstance(seen, BaseException):
-            raise seen
-    return runs
 
 
 def difference(one: list[Tensor], other: list[Tensor]) -> float:

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from roundpipe_lightning.errors import ConfigurationError, HostError
 from roundpipe_lightning.planning.cost.device_memory import MemoryKind
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.hosts import run_on_hosts
-from tests.kit.training import make_trainer
+from tests.kit.hosts import PlannedAsGpu, host_trainer, raised, run_on_hosts
 
 WIDTH = 256  # a matrix has 64 pages
 
@@ -97,22 +96,20 @@ class Looking(Callback):
         self.saved += [values.clone() for values in checkpoint["state_dict"].values()]
 
 
+BLOCKS: Any = {"options": {"microbatching": "blocks", "num_microbatches": 2}}
+
+
+def narrow_trainer(folder: Path, *, options: Any = None, kind: Any = None, **flags: Any) -> Trainer:
+    options = {"upload_dtype": "bf16", **(options or {})}
+    return host_trainer(
+        folder, options, kind=kind or EmulatedStrategy, precision="bf16-mixed", **flags
+    )
+
+
 def train(rank: int, folder: Path) -> Looking:
     torch.manual_seed(3)
     looking = Looking(folder, is_alone=rank == 1)
-    trainer = make_trainer(
-        folder / f"host{rank}",
-        strategy=EmulatedStrategy(
-            timeout_seconds=60,
-            upload_dtype="bf16",
-            microbatching="blocks",
-            num_microbatches=2,
-        ),
-        precision="bf16-mixed",
-        num_nodes=2,
-        max_steps=4,
-        callbacks=[looking],
-    )
+    trainer = narrow_trainer(folder / f"host{rank}", max_steps=4, callbacks=[looking], **BLOCKS)
     data: Any = torch.randn(16, WIDTH)
     trainer.fit(Wide(), DataLoader(data, batch_size=2))
     return looking
@@ -121,9 +118,7 @@ def train(rank: int, folder: Path) -> Looking:
 def test_a_host_has_pages_of_what_it_owns(tmp_path: Path) -> None:
     """Whoever reads gets all values, and the pages are given back in the next step."""
     first, second = run_on_hosts(2, train, tmp_path)
-    for seen in (first, second):
-        if isinstance(seen, BaseException):
-            raise seen
+    for seen in raised((first, second)):
         # Half of every matrix, and the page in which the other half begins.
         assert seen.shares
         assert max(seen.shares) < 0.6
@@ -162,17 +157,8 @@ def read_on_one(_: int, folder: Path, hook: str, num: int) -> list[Tensor]:
     torch.manual_seed(3)
     promise = {"requires_optimizer_sync": False}
     callback = type("Early", (Callback,), {**promise, hook: in_the_middle} if hook else {})()
-    strategy = EmulatedStrategy(
-        timeout_seconds=60, upload_dtype="bf16", microbatching="blocks", num_microbatches=2
-    )
-    trainer = make_trainer(
-        folder,
-        strategy=strategy,
-        precision="bf16-mixed",
-        num_nodes=num,
-        max_steps=3,
-        callbacks=[callback],
-    )
+    flags = {"num_nodes": num, "callbacks": [callback], **BLOCKS}
+    trainer = narrow_trainer(folder, max_steps=3, **flags)
     module = Wide() if hook else ReadsOutside()
     trainer.fit(module, DataLoader(torch.randn(16, WIDTH), batch_size=4 // num))  # type: ignore[arg-type]
     return [p.detach().clone() for p in module.parameters()]
@@ -192,16 +178,8 @@ def test_who_reads_in_the_middle_of_a_step_is_refused_at_once(tmp_path: Path, ho
 
 def test_a_step_may_look_at_a_matrix_outside_its_block(tmp_path: Path) -> None:
     one = read_on_one(0, tmp_path, "", 1)
-    for seen in run_on_hosts(2, read_on_one, tmp_path, "", 2):
-        if isinstance(seen, BaseException):
-            raise seen
+    for seen in raised(run_on_hosts(2, read_on_one, tmp_path, "", 2)):
         assert all(float((a - b).abs().mean()) < 1e-3 for a, b in zip(seen, one, strict=True))
-
-
-class PlannedAsGpu(EmulatedStrategy):
-    """Plans are made as for devices with memory of their own."""
-
-    _computes_on_host = False
 
 
 class Locked(Callback):
@@ -231,21 +209,23 @@ def train_locked(_: int, folder: Path, num: int, mode: dict[str, Any]) -> tuple[
     """Return what was page-locked, and what gradients take in the plan."""
     locked, plans = Locked(), list[Any]()
     rounds, num_layers = mode.pop("rounds", 1), 16
-    strategy = PlannedAsGpu(
-        timeout_seconds=60,
-        upload_dtype="bf16",
-        hardware="rtx4090",
-        microbatching="step",
-        num_microbatches=rounds,
-        hints={
-            "forward": [1] * (num_layers - 1),
-            "backward": [1] * num_layers,
-            "round_size": 1,
+    stages = {"forward": [1] * (num_layers - 1), "backward": [1] * num_layers, "round_size": 1}
+    trainer = narrow_trainer(
+        folder,
+        kind=PlannedAsGpu,
+        options={
+            "hardware": "rtx4090",
+            "microbatching": "step",
+            "num_microbatches": rounds,
+            "hints": stages,
         },
+        max_steps=3,
+        num_nodes=num,
+        callbacks=[locked],
+        **mode,
     )
-    strategy.plan_listeners.append(lambda event: plans.append(event.description))
-    flags: dict[str, Any] = {"precision": "bf16-mixed", "num_nodes": num, "callbacks": [locked]}
-    trainer = make_trainer(folder, strategy=strategy, max_steps=3, **flags, **mode)
+    listeners = trainer.strategy.plan_listeners  # type: ignore[attr-defined]
+    listeners.append(lambda event: plans.append(event.description))
     data: Any = torch.randn(8 * num, WIDTH)
     trainer.fit(Wide(num_layers), DataLoader(data, batch_size=2))
     return locked.num_bytes, plans[-1].memory.host.of(MemoryKind.GRADIENTS)
@@ -264,10 +244,7 @@ def test_gradients_take_no_more_than_the_plan_says(
     tmp_path: Path, num: int, mode: dict[str, Any]
 ) -> None:
     """Of what is sent and added up at once few blocks' wait, however slow others are."""
-    for seen in run_on_hosts(num, train_locked, tmp_path, num, mode):
-        if isinstance(seen, BaseException):
-            raise seen
-        measured, planned = seen
+    for measured, planned in raised(run_on_hosts(num, train_locked, tmp_path, num, mode)):
         assert measured <= 1.02 * planned  # whole pages
 
 
@@ -290,13 +267,7 @@ class Reading(Dataset[Tensor]):
 
 def train_reading(rank: int, folder: Path, num_workers: int) -> None:
     module = Wide()
-    trainer = make_trainer(
-        folder / f"host{rank}",
-        strategy=EmulatedStrategy(timeout_seconds=60, upload_dtype="bf16"),
-        precision="bf16-mixed",
-        num_nodes=2,
-        max_steps=2,
-    )
+    trainer = narrow_trainer(folder / f"host{rank}", max_steps=2)
     loader = DataLoader(
         Reading(module),
         batch_size=2,
