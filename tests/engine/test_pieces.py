@@ -256,6 +256,15 @@ class Hooked(Block):
         self.register_forward_hook(lambda *_: None)
 
 
+class Counted(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, WIDTH, scale_grad_by_freq=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table((x[..., 0] > 0).long()))
+
+
 BUFFERS = "buffers.*GroupNorm"
 
 
@@ -272,6 +281,8 @@ BUFFERS = "buffers.*GroupNorm"
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Capacity()), "other rows"),
         (lambda: Branches(one_is_large), "other rows"),
         (lambda: Branches(mean_of_signs_is_large), "takes a number"),
+        (lambda: Branches(lambda x: len(x) > ROWS - 2), "other rows"),
+        (Counted, "how often it is used"),
         (Hooked, "hook.*microbatching='step'"),
     ],
 )

@@ -158,7 +158,9 @@ def tried(b: Batch) -> Tensor:
         (lambda b: (b.scores ** (1 / len(b))).mean(), "number of rows"),
         (lambda b: b.scores.mean() + SCALE.norm() / len(b), "number of rows"),
         (lambda b: b.scores.mean() if len(b) > 5 else b.scores.sum(), "another number of rows"),
+        (lambda b: b.scores.mean() * min(1.0, len(b) / 9), "another number of rows"),
         (lambda b: b.scores[:128].mean(), "slice"),
+        (lambda b: functional.embedding(b.y, SCORE.weight.T, None, None, 2, True).mean(), "freq"),
         # Rows are compared, or moved.
         (lambda b: torch.ops.aten.mse_loss(SCORE(b.x), b.r), "compared"),
         (lambda b: functional.soft_margin_loss(SCORE(b.x), b.r), "compared"),

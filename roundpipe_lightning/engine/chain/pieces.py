@@ -456,7 +456,7 @@ class DriverForward(ForwardPass):
             else self._shadow_of(tensor, joined.dim if joined else dim, sizes)
             for (tensor, joined), dim in zip(arguments, dims, strict=True)
         ]
-        trial = RowTrial(arguments, shadows, dims)
+        trial = RowTrial(arguments, shadows, dims, sizes)
         writes, name = self.user.writes.within(block), self._names[block]
         with (
             self._resident(block, position) as resident,

@@ -3,7 +3,8 @@
 A block is run on the rows of the first piece, of the second, of both, and on as many that are
 alike. Where both together do not give what each gives by itself, the rows depend on each other.
 Other rows can decide without a trace in these values: a branch that all of them take, a threshold
-that is passed anyway. So the first piece's rows run beside much larger ones of either sign, too.
+that is passed anyway. So the first piece's rows run beside much larger ones of either sign, too,
+and beside as many as a small batch has.
 Code of a block that takes a number from rows (`float`, `item`) may go by it, for numbers that these
 runs do not have: such a block is taken to need all rows.
 A block that calls the functions that an earlier one called, with the same numbers and shapes, does
@@ -63,6 +64,7 @@ _SUMS = frozenset({"add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"})
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE = 5e-2  # of narrower types, relative to the largest value
 _BESIDE = {4: 100.0, 5: -100.0}  # what the second piece's rows are multiplied by in further runs
+_MOST_BYTES = 2**24  # of a batch whose number of rows is tried
 
 
 class NotByRowsError(Exception):
@@ -135,7 +137,7 @@ def _dim_of(argument: Argument, num_rows: int, lead: int) -> int | None:
 
 
 def reason_against_pieces(block: nn.Module, writes: ModuleWrites) -> str:
-    """Return the hook that has to look at a whole batch, in words; nothing if there is none."""
+    """Return what has to look at a whole batch, in words; nothing if nothing is known to."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     tables = [f"_{kind}_hooks" for kind in kinds]
     hooked = {module for module, written in writes if any(map(written.get, tables))}
@@ -145,6 +147,8 @@ def reason_against_pieces(block: nn.Module, writes: ModuleWrites) -> str:
                 f"a hook looks at {name or 'it'}, once per batch (with microbatching='step', once "
                 "per microbatch)"
             )
+        if getattr(module, "scale_grad_by_freq", False):
+            return f"gradients of {name} depend on how often it is used (scale_grad_by_freq)"
     return ""
 
 
@@ -156,7 +160,13 @@ class RowTrial:
         arguments: Sequence[Argument],
         shadows: Sequence[Shadow],
         dims: Sequence[int | None],
+        sizes: Sequence[int],
     ) -> None:
+        # The code may go by the number of rows: there are those of the batch, if that is small.
+        rows = [s.both.nbytes for s, dim in zip(shadows, dims, strict=True) if dim is not None]
+        is_small = sum(rows) * sum(sizes) < _MOST_BYTES * sum(sizes[:2])
+        self._num_rows = sum(sizes if is_small else sizes[:2])
+        self._num_beside = -(-self._num_rows // sizes[1])
         self._taken = {
             id(a.tensor): (shadow, dim)
             for a, shadow, dim in zip(arguments, shadows, dims, strict=True)
@@ -198,9 +208,12 @@ class RowTrial:
                 if dim is not None and part == 3:
                     return self._marks.mark(_alike(shadow.both, dim))
                 rows = shadow[part] if part < 3 else shadow.both
-                if dim is not None and part in _BESIDE and _is_finite(rows):
-                    scaled = (shadow.second + _numbers(shadow.second)) * _BESIDE[part]
-                    return self._marks.mark(torch.cat([shadow.first, scaled], dim))
+                if dim is not None and part in _BESIDE:
+                    beside = shadow.second
+                    if _is_finite(beside):
+                        beside = (beside + _numbers(beside)) * _BESIDE[part]
+                    many = torch.cat([shadow.first, *[beside] * self._num_beside], dim)
+                    return self._marks.mark(many.narrow(dim, 0, self._num_rows))
                 if gradient and rows.is_floating_point():
                     rows = rows.detach().requires_grad_()
                     leaves.append((rows, dim))
