@@ -200,17 +200,25 @@ def test_code_that_needs_values_or_reaches_outside_is_not_run() -> None:
         def note(self) -> None:
             seen.append(1)
 
-    hook = Hook()
+    num_seen = 0
+
+    def count() -> None:
+        nonlocal num_seen
+        num_seen += 1
+
+    hook, counts = Hook(), Hook()
     hook.on_step = lambda: seen.append(2)
+    counts.on_step = count
     for module, message in (
         (Needy(), "without values"),
         (Closure(), r"Closure.training_step may change a variable"),
         (Helped(), r"Helped.note may change a variable"),
         (hook, "carries variables"),
+        (counts, "carries variables"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             measure(module)
-    assert seen == []
+    assert (seen, num_seen) == ([], 0)
 
 
 @pytest.mark.parametrize("value", [threading.Lock(), iter([1]), torch.Generator()])

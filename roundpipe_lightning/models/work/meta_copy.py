@@ -395,6 +395,10 @@ def variables_of_code(module: nn.Module) -> list[tuple[Mapping[str, Any], str]]:
 
 def _is_pure(function: types.FunctionType) -> bool:
     """Whether a function carries nothing that it, or what it calls, could change."""
+    code = function.__code__
+    steps = dis.get_instructions(code) if code.co_freevars else ()
+    if any(s.opname == "STORE_DEREF" and s.argval in code.co_freevars for s in steps):
+        return False
     for cell in function.__closure__ or ():
         try:
             content = cell.cell_contents
