@@ -43,10 +43,12 @@ _IN_BLOCK = {
     "leaves": "self.left = x.square().flatten(1).mean(1); x = x + self.one(x)",
     "leaves_mean": "self.left = x.square().mean(); x = x + self.one(x)",
     "length": "x = x + self.one(x) / len(x)",
+    "limit": "x = x + self.one(x) * (1.0 if len(x) > 3 else 0.5)",
     "list": "self.means.append(float(x.detach().mean())); x = x + self.one(x)",
     "mlp": "x = x + self.two(F.gelu(self.one(self.norm(x))))",
     "no_grad": "with torch.no_grad(): size = x.norm(dim=-1, keepdim=True)\n        x = x / (1 + size)",
     "numpy": "x = x + torch.from_numpy(x.detach().cpu().numpy().mean(-1, keepdims=True)).to(x)",
+    "owner": "x = x * (1 + 0.1 * self.owner[0].rate)",
     "places": "x = x + 0.01 * torch.arange(len(x)).to(x).view(-1, *[1] * (x.dim() - 1))",
     "quantized": "x = x + (torch.round(x * 8) / 8 - x).detach()",
     "quantized_by_all": "s = x.detach().abs().amax(); x = x + (torch.round(x / s * 99) * s / 99 - x).detach()",
@@ -111,6 +113,7 @@ _LOSS = {
     "ignored": "loss = F.cross_entropy(z, torch.where(y == 1, -100, y)) if (y != 1).any() else 0 * z.sum()",
     "left": "loss = each.mean() + sum(getattr(b, 'left', z[0, 0]).mean() for b in self.blocks) * 0.1",
     "likelihood": "loss = F.kl_div(z.log_softmax(-1), F.one_hot(y, CLASSES) * 0.8 + 0.04, reduction='batchmean')",
+    "limited": "loss = each.mean() * min(1.0, len(z) / 7)",
     "logsumexp": "loss = each.logsumexp(0)",
     "masked": "m = (y != 2).float(); loss = (each * m).sum() / m.sum().clamp(min=1)",
     "maximum": "loss = each.max()",
@@ -320,6 +323,9 @@ class _Mixture(Program):
         super().build()
         if {more}:
             self.more = nn.ModuleList(Block() for _ in range(3))
+        self.rate = 1.0
+        for block in {owned}:
+            block.owner = [self]
         self.start, self.places = nn.Parameter(torch.randn(WIDTH) / 9), nn.Parameter(torch.randn(6, WIDTH) / 9)
         self.log_scale = nn.Parameter(torch.zeros(()))
         self.register_buffer("weights", torch.tensor([1.0, 2.0, 3.0, 1.0, 0.5]))
@@ -346,6 +352,7 @@ class _Mixture(Program):
 
     def training_step(self, batch, batch_idx):
         x, y = self.parts_of(batch)
+        {rate}
         {head}
         {between}
         if h.dim() == 3:
@@ -437,6 +444,8 @@ def text_of(seed: int) -> str:
         epochs=numbers.choice([1, 1, 2]),
         normalised="batch_norm" in blocks,
         more="self.more" in _BETWEEN[between],
+        owned="[*self.blocks, *getattr(self, 'more', [])]" if "owner" in blocks else "[]",
+        rate="self.rate = 1 / (1 + batch_idx)" if "owner" in blocks else "pass",
         automatic=automatic,
         resumes=resumes,
         parts=_PARTS[parts],
