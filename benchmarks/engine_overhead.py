@@ -23,9 +23,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from roundpipe_lightning.engine.device.base import CpuDevice
-from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.models.blocks import find_stacks
+from tests.kit.engine import engine_of, mean_step
 from tests.kit.plans import default_plan, profile_module
 
 ARCHITECTURE = {
@@ -110,15 +109,8 @@ def main() -> None:
 
     stack = find_stacks(ours, None)[0]
     plan = default_plan(profile_module(ours, stack), num_workers=1, num_microbatches=len(batches))
-    with Engine(ours, stack=stack, devices=[CpuDevice()], plan=plan) as engine:
-
-        def run_ours() -> None:
-            engine.begin_step(
-                batches,
-                lambda view, batch, index: view.training_step(batch, index),
-                loss_scales=[scale] * len(batches),
-            ).result()
-
+    with engine_of(ours, stack, plan) as engine:
+        run_ours = partial(mean_step, engine, batches)
         measure(2, run_ours, run_plain)  # warm up
         ratios = measure(options.pairs, run_ours, run_plain)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from logging_overhead import TimedBlock
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,30 +32,15 @@ _FORWARD_SECONDS, _BACKWARD_SECONDS = 0.012, 0.024
 _TAIL = 1.5  # the tail segment, in blocks
 
 
-class TimedBlock(nn.Module):
-    """A linear layer that takes a given time."""
-
-    def __init__(self, server: EmulatedServer) -> None:
-        super().__init__()
-        self.server = server
-        self.linear = nn.Linear(_WIDTH, _WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the hidden states."""
-        x = self.server.work(
-            x, forward_seconds=_FORWARD_SECONDS, backward_seconds=_BACKWARD_SECONDS
-        )
-        result: Tensor = x + self.linear(x)
-        return result
-
-
 class Chain(LightningModule):
     """Blocks, and a loss that takes longer than a block."""
 
     def __init__(self, server: EmulatedServer) -> None:
         super().__init__()
         self.server = server
-        self.layers = nn.ModuleList(TimedBlock(server) for _ in range(_NUM_BLOCKS))
+        self.layers = nn.ModuleList(
+            TimedBlock(_WIDTH, server=server, seconds=_FORWARD_SECONDS) for _ in range(_NUM_BLOCKS)
+        )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Return a loss."""

@@ -35,30 +35,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.engine.chain.chain import BlockStack
-from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import Step
 from roundpipe_lightning.engine.store.host_store import HostStore
 from roundpipe_lightning.engine.transfer.gradient_reduce import GradientReducer
 from roundpipe_lightning.engine.transfer.weight_prefetch import StageRun
 from roundpipe_lightning.engine.transfer.worker_transfers import Transfers, WaitedFor, WorkerRuns
-from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.stages import Stage, StageKind
-from tests.kit.plans import default_plan
+from tests.kit.engine import MemoryDevice, auto_plan, engine_of, stack_of
 
 BLOCKS = 4
 STAGE_RUNS = 8
-
-
-class MemoryDevice(CpuDevice):
-    """Host memory that is treated as a device's."""
-
-    shares_host_memory = False
-
-    def upload(self, tensor: Tensor, wait: object = None) -> Tensor:  # noqa: ARG002 - as the face
-        """Copy."""
-        return tensor.detach().clone()
 
 
 class Parameters(nn.Module):
@@ -211,18 +198,12 @@ def gradient_path(*, num_elements: int, pairs: int, runs: int = 6) -> dict[str, 
 def small_engine(num_workers: int, num_microbatches: int) -> Iterator[tuple[Engine, Any]]:
     """Yield an engine, and a function that begins a step of it."""
     torch.manual_seed(0)
-    num_blocks = num_workers + 1
-    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_blocks)))
-    names = tuple(f"{index}" for index in range(num_blocks))
-    profile = ModelProfile(
-        blocks=tuple(BlockProfile(name=n, forward_seconds=1, backward_seconds=2) for n in names),
-        fingerprint="small",
-    )
-    stack = BlockStack(name="", blocks=tuple(module), names=names)
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_workers + 1)))
     batches = [torch.randn(2, 8) for _ in range(num_microbatches)]
-    plan = default_plan(profile, num_workers=num_workers, num_microbatches=num_microbatches)
+    stack = stack_of(tuple(module))
+    plan = auto_plan(stack, num_workers=num_workers, num_microbatches=num_microbatches)
     devices = [MemoryDevice(index) for index in range(num_workers)]
-    with Engine(module, stack=stack, devices=devices, plan=plan) as engine:
+    with engine_of(module, stack, plan, devices=devices) as engine:
 
         def step() -> Step:
             return engine.begin_step(

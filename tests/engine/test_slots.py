@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_lightning.emulation.server import EmulatedDevice
-from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.device.events import Event, HostEvent, StepAborted
 from roundpipe_lightning.engine.device.host_memory import PAGE_BYTES
 from roundpipe_lightning.engine.store.host_store import HostStore
@@ -28,6 +27,7 @@ from roundpipe_lightning.engine.transfer.worker_transfers import (
 from roundpipe_lightning.planning.schedule.stages import Partition, Stage, StageKind
 from tests.kit.engine import (
     Block,
+    MemoryDevice,
     Regressor,
     Workers,
     differences,
@@ -102,15 +102,6 @@ def test_one_worker_that_holds_everything_moves_updates_and_gradients_alone() ->
             # Of the round: gradients of parameters outside the blocks; of microbatches: the loss.
             down = traffic.downloaded_bytes - _outside_bytes(module) - 3 * 4
             assert blocks <= up == down < padded
-
-
-class MemoryDevice(CpuDevice):
-    """Host memory that is treated as a device's: what is counted is the engine's own work."""
-
-    shares_host_memory = False
-
-    def upload(self, tensor: Tensor, wait: Any = None) -> Tensor:
-        return tensor.detach().clone()
 
 
 def _is_ours(thread: threading.Thread) -> bool:

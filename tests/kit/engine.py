@@ -147,6 +147,15 @@ def emulated_workers(num: int) -> list[Device]:
     return list(EmulatedServer(num, checker=ProtocolChecker(), poison=True).devices)
 
 
+class MemoryDevice(CpuDevice):
+    """Host memory that is treated as a device's: what is counted is the engine's own work."""
+
+    shares_host_memory = False
+
+    def upload(self, tensor: Tensor, wait: Any = None) -> Tensor:
+        return tensor.detach().clone()
+
+
 Workers: TypeAlias = Callable[[int], list[Device]]
 
 on_any_workers = pytest.mark.parametrize(

@@ -72,6 +72,20 @@ class Regressor(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class ByHand(Regressor):
+    """Steps its optimizer itself, with the loss of the class beside it."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
+        if self.training:
+            optimizer.zero_grad()  # type: ignore[union-attr]
+            self.manual_backward(loss)
+            optimizer.step()  # type: ignore[union-attr]
+        return loss
+
+
 class LanguageModel(LightningModule):
     """Tokens to tokens, a mean over the targets of padded sequences."""
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
 
 from roundpipe_lightning import optim
@@ -19,7 +18,7 @@ from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy.planning.inputs import storage_of
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.training import Regressor, make_trainer, regression_data, same_bits
+from tests.kit.training import ByHand, Regressor, make_trainer, regression_data, same_bits
 
 
 class _Small(Regressor):
@@ -257,16 +256,8 @@ def test_checkpoint_of_a_training_without_it_is_taken_over(tmp_path: Path) -> No
 
 
 def test_manual_optimization() -> None:
-    class Manual(_SmallSteps):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(functional.mse_loss(self(batch[0]), batch[1]))
-            optimizer.step()
+    class Manual(ByHand, _SmallSteps):
+        """Does both."""
 
     runs = []
     for rounds in (False, True):

@@ -21,7 +21,7 @@ from roundpipe_lightning.strategy import logging as strategy_logging
 from roundpipe_lightning.strategy.logging import weighted_mean
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.training import Regressor, make_trainer, regression_data
+from tests.kit.training import ByHand, Regressor, make_trainer, regression_data
 
 
 class _Outputs(Callback):
@@ -341,21 +341,8 @@ class _Takes(Regressor):
         self.log("val_loss", self.training_step(batch, batch_idx))
 
 
-class _TakesByHand(_Takes):
+class _TakesByHand(ByHand, _Takes):
     """Does so and steps its optimizer itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        loss = super().training_step(batch, batch_idx)
-        if self.training:
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
 
 
 KINDS = (RoundPipeStrategy, EmulatedStrategy)

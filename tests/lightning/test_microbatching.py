@@ -25,6 +25,7 @@ from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit import training
 from tests.kit.training import (
     WIDTH,
+    ByHand,
     LanguageModel,
     PaddedSequences,
     Regressor,
@@ -191,14 +192,6 @@ def test_a_run_without_values_takes_nothing(
     assert module.seen == [first, first + 1, first + 2]
 
 
-class StepsItself(Regressor):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(super().training_step(batch, batch_idx))
-        self.optimizers().step()  # type: ignore[union-attr]
-
-
 class Counted(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         count_in_block()
@@ -207,7 +200,7 @@ class Counted(nn.Linear):
 
 @pytest.mark.parametrize("strategy", [RoundPipeStrategy, EmulatedStrategy])
 def test_a_block_that_counts_in_its_file_is_told(strategy: type[RoundPipeStrategy]) -> None:
-    module = Regressor() if strategy is RoundPipeStrategy else StepsItself()
+    module = Regressor() if strategy is RoundPipeStrategy else ByHand()
     module.layers = nn.ModuleList(Counted(WIDTH, WIDTH) for _ in range(4))
     trainer = make_trainer(strategy=strategy(num_microbatches=2), max_steps=2)
     with pytest.warns(UserWarning, match=r"'layers\.[03]' writes into a list, a dict or another"):

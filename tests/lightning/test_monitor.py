@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import CSVLogger
-from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from roundpipe_lightning import PipelineMonitor
@@ -34,6 +32,7 @@ from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.resumption import MemoryLogger
 from tests.kit.training import (
     Block,
+    ByHand,
     LanguageModel,
     PaddedSequences,
     Regressor,
@@ -236,20 +235,8 @@ def test_with_another_strategy_it_does_what_it_can() -> None:
 
 
 def test_manual_optimization_has_speed_alone() -> None:
-    class Manual(Regressor):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            assert isinstance(optimizer, LightningOptimizer)
-            optimizer.zero_grad()
-            self.manual_backward(functional.mse_loss(self(batch[0]), batch[1]))
-            optimizer.step()
-
     strategy = RoundPipeStrategy(num_microbatches=1)
-    seen, _ = _fit(Manual(), regression_data(), strategy=strategy, max_epochs=2)
+    seen, _ = _fit(ByHand(), regression_data(), strategy=strategy, max_epochs=2)
     assert {"samples_per_second", "batch_seconds", "data_share"} <= set(seen.rows[-1])
     assert not [name for name in seen.rows[-1] if "idle" in name or "tflop" in name]
 

@@ -33,6 +33,7 @@ from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit.moments import call_in_backward
 from tests.kit.training import (
     WIDTH,
+    ByHand,
     Regressor,
     make_trainer,
     regression_data,
@@ -826,15 +827,6 @@ def test_without_a_wish_a_nan_is_what_it_is_on_one_device() -> None:
     assert module.get_parameter("layers.2.inner.weight").isnan().any()
 
 
-class _Manual(Regressor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        pass
-
-
 _CALLS: list[int] = []
 
 
@@ -860,8 +852,8 @@ def test_async_calls_the_step_of_an_optimizer_of_ones_own_once() -> None:
 
 
 def test_async_is_refused_where_the_module_steps_itself() -> None:
-    with pytest.raises(ConfigurationError, match="update='async': _Manual sets automatic_opt"):
-        fit(RoundPipeStrategy(num_microbatches=1, update="async"), _Manual())
+    with pytest.raises(ConfigurationError, match="update='async': ByHand sets automatic_opt"):
+        fit(RoundPipeStrategy(num_microbatches=1, update="async"), ByHand())
 
 
 class _Unfreezes(Callback):
