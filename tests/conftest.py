@@ -53,16 +53,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     unknown: dict[tuple[Path, str], set[str]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and (suite := item.get_closest_marker("suite")):
-            case = item.callspec.id
-            unknown.setdefault((item.path, item.originalname), set(suite.args)).discard(case)
-            if case not in suite.args:
-                item.add_marker(pytest.mark.soak)
+        for mark in item.iter_markers():
+            if isinstance(item, pytest.Function) and mark.name in ("suite", "long"):
+                case = item.callspec.id
+                unknown.setdefault((item.path, item.originalname), set(mark.args)).discard(case)
+                if (case in mark.args) is (mark.name == "long"):
+                    item.add_marker(pytest.mark.soak)
         if item.path.parent.name in ("lightning", "gpu"):
             item.add_marker(pytest.mark.filterwarnings(*QUIET), append=False)
     is_whole = not any("[" in arg for arg in config.args)  # else some cases were asked for
     if is_whole and (wrong := [f"{name}: {ids}" for (_, name), ids in unknown.items() if ids]):
-        raise pytest.UsageError(f"pytest.mark.suite names cases that there are not: {wrong}")
+        raise pytest.UsageError(f"a mark names cases that there are not: {wrong}")
 
 
 def pytest_collection_finish() -> None:

@@ -191,9 +191,7 @@ def _under_autocast(layers: Any, hidden: Tensor) -> Any:
     return hidden.float()
 
 
-@pytest.mark.suite(
-    "_two_flow", "_sides_reach_the_loss", "_trained_argument_by_keyword", "_under_autocast"
-)
+@pytest.mark.long("_one_is_used", "_residual_skips_blocks", "_detached_between_blocks")
 @pytest.mark.parametrize(
     "run",
     [

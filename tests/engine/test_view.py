@@ -101,6 +101,16 @@ def server() -> Server:
     return Server()
 
 
+@pytest.fixture
+def original() -> Base:
+    return Base()
+
+
+@pytest.fixture
+def view(server: Server, original: Base) -> Any:
+    return server.view(original)
+
+
 def test_class_and_super(server: Server) -> None:
     view = server.view(Derived())
     assert isinstance(view, Derived)
@@ -114,9 +124,9 @@ def test_class_and_super(server: Server) -> None:
     assert torch.equal(view(torch.ones(2)), torch.full((2,), 4.0))
 
 
-def test_parameters_buffers_and_children_are_the_views(server: Server) -> None:
-    original = Base()
-    view = server.view(original)
+def test_parameters_buffers_and_children_are_the_views(
+    server: Server, original: Any, view: Any
+) -> None:
     assert torch.equal(view.weight, torch.full((2,), 2.0))
     assert torch.equal(view.mean, torch.full((2,), -1.0))
     assert view.absent is None
@@ -128,9 +138,7 @@ def test_parameters_buffers_and_children_are_the_views(server: Server) -> None:
     assert server.view(original) is view
 
 
-def test_nothing_is_placed_before_it_is_asked_for(server: Server) -> None:
-    original = Base()
-    view = server.view(original)
+def test_nothing_is_placed_before_it_is_asked_for(server: Server, original: Any, view: Any) -> None:
     assert not server.asked
     assert view.child is not None
     assert len(view.layers) == 4
@@ -139,9 +147,7 @@ def test_nothing_is_placed_before_it_is_asked_for(server: Server) -> None:
     assert server.asked == [original.weight]
 
 
-def test_iteration_and_tables(server: Server) -> None:
-    original = Base()
-    view = server.view(original)
+def test_iteration_and_tables(original: Any, view: Any) -> None:
     placed = dict(view.named_parameters())
     assert list(placed) == [name for name, _ in original.named_parameters()]
     for name, parameter in original.named_parameters():
@@ -163,9 +169,7 @@ def test_iteration_and_tables(server: Server) -> None:
     assert torch.equal(view.state_dict()["weight"], torch.full((2,), 2.0))
 
 
-def test_module_lists_and_parameter_lists(server: Server) -> None:
-    original = Base()
-    view = server.view(original)
+def test_module_lists_and_parameter_lists(server: Server, view: Any) -> None:
     assert [layer is view.layers[i] for i, layer in enumerate(view.layers)] == [True] * 4
     part = view.layers[1:3]
     assert len(part) == 2
@@ -183,9 +187,7 @@ def test_module_lists_and_parameter_lists(server: Server) -> None:
     assert sequence(torch.ones(1, 2)).shape == (1, 2)
 
 
-def test_attributes_are_the_originals_live(server: Server) -> None:
-    original = Base()
-    view = server.view(original)
+def test_attributes_are_the_originals_live(original: Any, view: Any) -> None:
     assert view.config is original.config
     original.count = 5
     assert view.count == 5
@@ -215,19 +217,15 @@ def test_a_view_is_saved_as_the_original(server: Server) -> None:
     assert torch.equal(saved.child.weight, original.child.weight)
 
 
-def test_a_view_reads_what_it_has_written(server: Server) -> None:
+def test_a_view_reads_what_it_has_written(original: Any, view: Any) -> None:
     """Another microbatch's write in between must not be seen."""
-    original: Any = Base()
-    view = server.view(original)
     other = Server().view(original)
     view.last = "mine"
     other.last = "theirs"
     assert [view.last, other.last, original.last] == ["mine", "theirs", "theirs"]
 
 
-def test_a_view_kept_on_its_module_is_the_original_there(server: Server) -> None:
-    original: Any = Base()
-    view = server.view(original)
+def test_a_view_kept_on_its_module_is_the_original_there(original: Any, view: Any) -> None:
     view.chosen = view.layers[2]
     assert view.chosen is view.layers[2]
     assert original.chosen is original.layers[2]
@@ -255,9 +253,7 @@ def test_a_view_is_made_while_another_microbatch_writes() -> None:
     assert maker.view_of(modules[0]).weight is modules[0].weight
 
 
-def test_training_mode_of_views_and_originals(server: Server) -> None:
-    original = Base()
-    view = server.view(original)
+def test_training_mode_of_views_and_originals(original: Any, view: Any) -> None:
     assert view.training
     assert view.child.training
     view.eval()
@@ -266,9 +262,7 @@ def test_training_mode_of_views_and_originals(server: Server) -> None:
     assert not view.layers[0].training
 
 
-def test_assigned_buffers_are_the_views_and_are_reported(server: Server) -> None:
-    original: Any = Base()
-    view = server.view(original)
+def test_assigned_buffers_are_the_views_and_are_reported(original: Any, view: Any) -> None:
     fresh = torch.zeros(2)
     view.mean = fresh
     view._buffers["temporary"] = None

@@ -147,13 +147,7 @@ HOOKS: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.suite(
-    "every hook",
-    "windows, one ends early",
-    "masters in 64 bits",
-    "a loss scale and its growth",
-    "accumulation that a callback changes",
-)
+@pytest.mark.long("every epoch's end", "a limit of steps")
 @pytest.mark.parametrize("name", HOOKS)
 def test_in_hooks(tmp_path: Path, name: str) -> None:
     hooks, given = HOOKS[name]

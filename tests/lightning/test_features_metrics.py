@@ -112,9 +112,7 @@ def _compare(make: Callable[[], Any], *, kinds: Any, tolerance: float) -> None:
         assert_close(outcome.result, found[0].result, tolerance=tolerance)
 
 
-@pytest.mark.suite(
-    "a mixed collection-forward-3", "sums-update-3", "wrapper-forward-3", "tracker-forward-3"
-)
+@pytest.mark.long("sums-forward-3", "all samples-forward-3", "sums-forward-1")
 @pytest.mark.parametrize(
     ("name", "call", "count"),
     [*((name, "forward", 3) for name in METRICS), ("sums", "forward", 1), ("sums", "update", 3)],

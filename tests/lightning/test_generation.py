@@ -138,14 +138,7 @@ CASES = [
 ]
 
 
-@pytest.mark.suite(
-    "qwen3-None-ways0",
-    "qwen3-lora-ways1",
-    "qwen3-prefix-ways3",
-    "gpt2-lora of no task-ways6",
-    "mamba-None-ways8",
-    "t5-None-ways9",
-)
+@pytest.mark.long("qwen3-prompt-ways2", "llama-None-ways4", "gpt2-None-ways5", "gemma2-None-ways7")
 @pytest.mark.parametrize(("name", "adapters", "ways"), CASES)
 def test_tokens_are_those_of_plain_pytorch(
     name: str, adapters: str | None, ways: list[str]

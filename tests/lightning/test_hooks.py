@@ -427,17 +427,7 @@ def test_none_is_missing() -> None:
     assert {*CALLBACKS, *WATCHING, *OTHERS} == names
 
 
-@pytest.mark.suite(
-    "LearningRateFinder",
-    "BaseFinetuning",
-    "BatchSizeFinder",
-    "all that watch",
-    "EarlyStopping",
-    "plain",
-    "EMAWeightAveraging",
-    "StochasticWeightAveraging",
-    "GradientAccumulationScheduler",
-)
+@pytest.mark.long("BackboneFinetuning", "WeightAveraging")
 @pytest.mark.parametrize("name", [*CALLBACKS, "all that watch", "plain"])
 @pytest.mark.filterwarnings("ignore:When using the `ThroughputMonitor`")
 def test_parameters_metrics_and_learning_rates(tmp_path: Path, name: str) -> None:

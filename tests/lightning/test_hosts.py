@@ -497,9 +497,7 @@ def stop_at(rank: int, folder: Path, hook: str, is_command: bool) -> tuple[int, 
     return trainer.global_step, interrupt.signal_number
 
 
-@pytest.mark.suite(
-    "on_train_start-1-False", "on_train_batch_start-2-True", "on_train_batch_end-3-False"
-)
+@pytest.mark.long("on_train_batch_start-2-False", "on_train_batch_end-3-True")
 @pytest.mark.parametrize(
     ("hook", "step", "is_command"),
     [

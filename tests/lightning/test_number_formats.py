@@ -83,9 +83,7 @@ def uploaded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.suite(
-    "AdamW-async-callbacks1", "HostAdamW-exact-callbacks3", "HostAdamW-async-callbacks4"
-)
+@pytest.mark.long("AdamW-exact-callbacks0", "HostAdamW-exact-callbacks2")
 @pytest.mark.parametrize(
     ("make", "update", "callbacks"),
     [

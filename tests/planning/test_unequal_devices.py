@@ -40,9 +40,7 @@ def planned(
     return plan_training(uniform_profile(24), hardware=spec, request=request)
 
 
-@pytest.mark.suite(
-    "speeds0-24-0-1-0.05", "speeds2-16-8-1-0.05", "speeds4-12-3-1-0.05", "speeds5-6-1-3-0.1"
-)
+@pytest.mark.long("speeds1-16-0-1-0.05", "speeds3-16-4-1-0.06")
 @pytest.mark.parametrize(
     ("speeds", "count", "team", "batches", "most_idle"),
     [
