@@ -31,6 +31,7 @@ from tests.kit.training import (
     make_trainer,
     regression_data,
     same_bits,
+    train_alike,
 )
 
 
@@ -108,20 +109,21 @@ def test_uploads_of_half_the_bytes_train_the_same(
 
 @pytest.mark.parametrize("loss", ["eager", "fused"])
 def test_an_lm_head_goes_up_in_half_the_bytes(loss: Any, uploaded: list[int]) -> None:
-    data, modules = DataLoader(PaddedSequences(8), batch_size=4), []
-    for dtype in (None, "bf16"):
-        seed_everything(3, verbose=False)
-        modules.append(LanguageModel("adamw"))
-        modules[-1].layers.requires_grad_(False)  # these go up as they are
-        modules[-1].head.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH) / 3)
-        strategy = EmulatedStrategy(
-            num_microbatches=2, dry_run=False, loss=loss, upload_dtype=dtype
-        )
-        trainer = make_trainer(strategy=strategy, precision="bf16-mixed", max_epochs=1)
-        trainer.fit(modules[-1], data)
-    assert same_bits(modules[1], modules[0])
+    def make() -> LanguageModel:
+        module = LanguageModel("adamw")
+        module.layers.requires_grad_(False)  # these go up as they are
+        module.head.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH) / 3)
+        return module
+
+    first, second = (
+        EmulatedStrategy(num_microbatches=2, dry_run=False, loss=loss, upload_dtype=dtype)
+        for dtype in (None, "bf16")
+    )
+    flags: Any = {"precision": "bf16-mixed", "max_epochs": 1, "devices": 1}
+    data = DataLoader(PaddedSequences(8), batch_size=4)
+    one, _ = train_alike(make, second, first=first, data=data, tolerance=0.0, **flags)
     wide, narrow = uploaded
-    head = modules[0].head.weight.nbytes
+    head = one.head.weight.nbytes
     assert wide - narrow == 2 * head // 2  # in each of two steps
 
 

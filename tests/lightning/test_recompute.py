@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from roundpipe_lightning.planning.schedule.stages import RecomputePolicy
 from roundpipe_lightning.planning.search.fit import FitAnswer, TrainingJob, fit_training
 from roundpipe_lightning.strategy.planning import planner as planning
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
-from tests.kit.training import make_trainer, parameter_error, same_bits
+from tests.kit.training import make_trainer, parameter_error, same_bits, train_alike
 
 WIDTH, HEADS = 8, 2
 
@@ -81,16 +82,12 @@ def test_every_policy_trains_as_full_does(tmp_path: Path, policy: str) -> None:
 
 @pytest.mark.parametrize(("rows", "policy"), [(1, "none"), (80, "full")])
 def test_one_cpu_worker_recomputes_what_is_larger_than_the_weights(rows: int, policy: str) -> None:
-    modules = []
     data = DataLoader(TensorDataset(torch.randn(2 * rows, 1, WIDTH)), batch_size=rows)
     strategy = RoundPipeStrategy(num_microbatches=1, replan=False)
-    for one in ("auto", strategy):
-        module = Attending(0.0)
-        make_trainer(strategy=one, max_epochs=1).fit(module, data)
-        modules.append(module)
+    flags: Any = {"data": data, "devices": 1, "max_epochs": 1}
+    train_alike(lambda: Attending(0.0), strategy, tolerance=0.0, **flags)
     assert strategy.last_step is not None
     assert strategy.last_step.plan.recompute is RecomputePolicy(policy)
-    assert same_bits(*modules)
 
 
 class Sloped(Attending):
@@ -104,15 +101,9 @@ class Sloped(Attending):
 def test_gradients_of_gradients_where_blocks_are_not_recomputed() -> None:
     """With products and sums of its own: PyTorch's fused attention has no second derivative."""
     strategy = RoundPipeStrategy(num_microbatches=1, recompute="none")
-    modules = []
     data = DataLoader(TensorDataset(torch.randn(8, 5, WIDTH)), batch_size=4)
-    for one, devices in (("auto", 1), (strategy, 2)):
-        module = Sloped(0.0)
-        trainer = make_trainer(strategy=one, devices=devices, max_epochs=2)
-        with sdpa_kernel(SDPBackend.MATH):
-            trainer.fit(module, data)
-        modules.append(module)
-    assert same_bits(*modules)
+    with sdpa_kernel(SDPBackend.MATH):
+        train_alike(lambda: Sloped(0.0), strategy, data=data, max_epochs=2, tolerance=0.0)
 
 
 def test_compiled_blocks_train_as_plain_ones_do(
