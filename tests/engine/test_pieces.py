@@ -440,6 +440,30 @@ def test_a_mask_of_as_many_tokens_as_rows_is_shared() -> None:
     check(SharesMask())
 
 
+class Loudest(Block):
+    """Doubles the row that is largest: of one row its tokens could be taken for rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.flatten(1).norm(dim=1)
+        return super().forward(x) * (1 + (size == size.max()).to(x))[:, None, None]
+
+
+class OfTwoTokens(Regressor):
+    """The largest row is so by either token."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0] * torch.arange(1, 1 + len(batch[0])).to(batch[0])[:, None] ** 2
+        return self(torch.stack([x, -x], 1)).square().mean()
+
+
+def test_a_batch_of_one_row_says_nothing_of_larger_ones() -> None:
+    module = OfTwoTokens(make_block=Loudest)
+    with engine_for(module, num_workers=2, num_microbatches=4) as engine:
+        compare(module, engine, num_rows=1)
+        with pytest.warns(WholeBatchWarning, match="other rows"):
+            compare(module, engine, num_rows=4)
+
+
 class Doubles(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).view(2 * len(x), WIDTH)

@@ -330,9 +330,9 @@ class DriverForward(ForwardPass):
             sizes = self._sizes(arguments, dims)
             if sizes is None:
                 continue
-            if sizes[1] < 1:
+            if sizes[1] < 1:  # of one row nobody knows whether its next dimension has the rows
                 few = True
-                continue
+                break
             try:
                 form, shadows = self._check(block, given, arguments, dims, sizes, position)
             except NotByRowsError as error:

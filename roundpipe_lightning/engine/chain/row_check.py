@@ -211,6 +211,9 @@ class RowTrial:
                 if dim is not None and part in _BESIDE:
                     beside = shadow.second
                     if _is_finite(beside):
+                        # In other places: tokens could be taken for rows, and rows go by all.
+                        others = [d for d in range(beside.dim()) if d != dim]
+                        beside = beside.roll([1] * len(others), others) if others else beside
                         beside = (beside + _numbers(beside)) * _BESIDE[part]
                     many = torch.cat([shadow.first, *[beside] * self._num_beside], dim)
                     return self._marks.mark(many.narrow(dim, 0, self._num_rows))
