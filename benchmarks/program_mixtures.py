@@ -401,7 +401,7 @@ def text_of(seed: int) -> str:
     automatic = optimizer != "two"
     # attributes are in no checkpoint, StochasticWeightAveraging cannot go on from one, and no hook
     # of a batch runs again that comes after its checkpoint
-    fresh = {"state", "attribute", "stochastic", "average"}
+    fresh = {"state", "attribute", "stochastic", "average", "owner"}
     resumes = not numbers.randrange(4) and fresh.isdisjoint({head, *blocks, callbacks, hook})
     batch = "tuple" if hook == "before_batch" else batch
     flags = flags if automatic else "{}"

@@ -445,7 +445,8 @@ class Loudest(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         size = x.flatten(1).norm(dim=1)
-        return super().forward(x) * (1 + (size == size.max()).to(x))[:, None, None]
+        factors: Tensor = 1 + (size == size.max()).to(x)
+        return super().forward(x) * factors[:, None, None]
 
 
 class OfTwoTokens(Regressor):
