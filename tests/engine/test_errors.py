@@ -231,6 +231,12 @@ def _refused(
             assert not differences(module, mean_step(engine, batches), plain_step(module, batches))
 
 
+def _through(layers: Any, hidden: Tensor) -> Tensor:
+    for layer in layers:
+        hidden = layer(hidden)
+    return hidden
+
+
 @pytest.mark.parametrize("name", ["mul_", "__iadd__", "__setitem__", "add"])
 def test_writing_into_an_output_between_blocks(name: str) -> None:
     def step(layers: Any, hidden: Tensor) -> Any:
@@ -274,13 +280,8 @@ class Smuggling(Block):
 def test_a_tensor_that_goes_from_block_to_block_past_the_arguments() -> None:
     kept: dict[str, Tensor] = {}
 
-    def step(layers: Any, hidden: Tensor) -> Any:
-        for layer in layers:
-            hidden = layer(hidden)
-        return hidden
-
     match = r"Block 'layers\.\d' made a tensor that block 'layers\.\d' gets by another way"
-    _refused(step, CaptureError, match, make_block=lambda: Smuggling(kept))
+    _refused(_through, CaptureError, match, make_block=lambda: Smuggling(kept))
 
 
 def test_an_output_that_user_code_hands_to_a_block_past_the_arguments() -> None:
@@ -307,9 +308,7 @@ def test_an_output_that_another_microbatch_uses() -> None:
     def step(layers: Any, hidden: Tensor) -> Any:
         hidden = layers[0](hidden)
         kept.append(hidden)
-        for layer in layers[1:]:
-            hidden = layer(hidden)
-        return hidden + kept[0]
+        return _through(layers[1:], hidden) + kept[0]
 
     match = r"'layers\.0' (made a tensor that (another|block) .* gets|is used after its step)"
     _refused(step, CaptureError, match, make_block=Block)
@@ -326,9 +325,7 @@ def test_a_tensor_of_the_head_that_a_block_gets_past_its_arguments(by_keyword: b
 
     def step(layers: Any, hidden: Tensor) -> Any:
         kept[threading.get_ident()] = torch.sigmoid(hidden)
-        for layer in layers:
-            hidden = layer(hidden)
-        return hidden
+        return _through(layers, hidden)
 
     match = r"Code outside the blocks made a tensor that block 'layers\.0' gets by another way"
     _refused(step, CaptureError, match, make_block=Reading)

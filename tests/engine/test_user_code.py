@@ -411,9 +411,7 @@ class _MomentumTeacher(Regressor):
         self.move = write
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        found, wanted = self.head(batch[0]), batch[0]
-        for layer in self.layers:
-            found = layer(found)
+        found, wanted = self.run_blocks(self.head(batch[0])), batch[0]
         for _ in range(2):
             for layer in self.teacher:
                 wanted = layer(wanted)
@@ -426,9 +424,7 @@ class _MomentumTeacher(Regressor):
 
 class _StillTeacher(_MomentumTeacher):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        found, wanted = self.head(batch[0]), batch[0]
-        for layer in self.layers:
-            found = layer(found)
+        found, wanted = self.run_blocks(self.head(batch[0])), batch[0]
         for layer in [*self.teacher, *self.teacher]:
             wanted = layer(wanted)
         return (found - wanted).square().mean()

@@ -97,11 +97,15 @@ class LanguageModel(LightningModule):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        x = self.embedding(batch["input_ids"])
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(x)[:, :-1].reshape(-1, VOCABULARY)
+        logits: Tensor = self.head(x)
+        return logits
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self(batch["input_ids"])[:, :-1].reshape(-1, VOCABULARY)
         loss = functional.cross_entropy(logits, batch["labels"][:, 1:].reshape(-1))
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["labels"]))
         return loss

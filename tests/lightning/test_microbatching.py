@@ -256,10 +256,7 @@ class Changing(LanguageModel):
         os.environ[BATCH_IDX] = str(batch_idx)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        x = self.embedding(batch["input_ids"])
-        for layer in self.layers:
-            x = layer(x)
-        logits, labels = self.head(x)[:, :-1], batch["labels"][:, 1:]
+        logits, labels = self(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
         if int(os.environ[BATCH_IDX]) >= 2:
             return self.change(self, logits, labels)
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -443,10 +440,7 @@ class BySize(LanguageModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (ids,) = batch
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        loss = functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+        loss = functional.cross_entropy(self(ids).flatten(0, 1), ids.flatten())
         return loss.square() if ids.shape[self.dim] < self.least else loss
 
 
@@ -547,10 +541,7 @@ def test_a_mean_over_rows_is_weighed_by_rows() -> None:
 
     class OfRows(LanguageModel):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            x = self.embedding(batch["input_ids"])
-            for layer in self.layers:
-                x = layer(x)
-            mean: Tensor = self.head(x).square().mean(2).mean()
+            mean: Tensor = self(batch["input_ids"]).square().mean(2).mean()
             return mean
 
     data = DataLoader(PaddedSequences(20), batch_size=4)
