@@ -29,9 +29,9 @@ from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Schedule, dependencies
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import Regressor, layers_of, plan_of
+from tests.kit.moments import PATIENCE_SECONDS
 
 CHUNK = 8
-PATIENCE_SECONDS = 60.0
 
 
 class SteppedDevice(CpuDevice):

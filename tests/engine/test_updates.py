@@ -22,9 +22,7 @@ from roundpipe_lightning.engine.update import hosts_update
 from roundpipe_lightning.engine.update.hosts_update import JointStep, NormClip
 from roundpipe_lightning.engine.update.partial_step import CapturedStep
 from roundpipe_lightning.engine.update.updater import Updater, UpdateUnit, update_units
-
-PATIENCE_SECONDS = 60.0
-"""For what comes at once, however busy the machine is."""
+from tests.kit.moments import PATIENCE_SECONDS
 
 
 class Model(nn.Module):

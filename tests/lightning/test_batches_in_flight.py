@@ -17,11 +17,10 @@ from roundpipe_lightning.planning.report.step_record import IdleCause, StepRecor
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.strategy.updates import parameter_watch
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.moments import ObservedBlock
+from tests.kit.moments import PATIENCE_SECONDS, ObservedBlock
 from tests.kit.training import WIDTH, Regressor, make_trainer, regression_data, same_bits
 from tests.lightning.test_updates import Overlapping
 
-TIMEOUT_SECONDS = 60.0
 NUM_WORKERS, NUM_MICROBATCHES = 3, 2
 PARTITION = {"forward": [3], "backward": [1, 3], "round_size": 2, "team_size": 1}
 """The last stage is on another worker than the others."""
@@ -46,7 +45,7 @@ def fit(
             num_microbatches=NUM_MICROBATCHES,
             microbatching="step",
             hints=PARTITION,
-            timeout_seconds=TIMEOUT_SECONDS,
+            timeout_seconds=PATIENCE_SECONDS,
         ),
         devices=NUM_WORKERS,
         callbacks=list(callbacks),
@@ -104,7 +103,7 @@ def test_batches_in_flight_stay_in_flight(tmp_path: Path) -> None:
 
     def on_backward() -> None:
         if len(steps) > NUM_MICROBATCHES:  # in the backward pass of the second batch
-            assert begun.wait(TIMEOUT_SECONDS / 2), "the third batch has not begun"
+            assert begun.wait(PATIENCE_SECONDS / 2), "the third batch has not begun"
 
     monitor, timeline = PipelineMonitor(every_n_steps=1), PipelineTimeline(tmp_path / "drawn")
     report = PlanReport(write=lambda text: None)

@@ -21,7 +21,7 @@ from roundpipe_lightning.optim import HostAdamW
 from roundpipe_lightning.strategy import runtime
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from roundpipe_lightning.testing import EmulatedStrategy
-from tests.kit.moments import ObservedBlock
+from tests.kit.moments import PATIENCE_SECONDS, ObservedBlock
 from tests.kit.training import (
     WIDTH,
     Regressor,
@@ -30,13 +30,9 @@ from tests.kit.training import (
     regression_data,
     same_bits,
 )
+from tests.lightning.test_batches_in_flight import NUM_MICROBATCHES, NUM_WORKERS, PARTITION
 
 pytestmark = pytest.mark.usefixtures("steps_of_microbatches")
-
-TIMEOUT_SECONDS = 60.0
-NUM_WORKERS, NUM_MICROBATCHES = 3, 2
-PARTITION = {"forward": [3], "backward": [1, 3], "round_size": 2, "team_size": 1}
-"""The last stage is on another worker than the others."""
 
 LOOKS = LambdaCallback(on_after_backward=lambda *_: None)
 """Looks at gradients: every batch is waited for."""
@@ -128,7 +124,7 @@ def fit(
             num_microbatches=NUM_MICROBATCHES,
             hints=PARTITION,
             update="async",
-            timeout_seconds=TIMEOUT_SECONDS,
+            timeout_seconds=PATIENCE_SECONDS,
             dry_run=False,
             upload_dtype=upload_dtype,
         )
@@ -172,7 +168,7 @@ def test_the_next_step_begins_before_the_backward_pass_ends(watched: Watched, na
 
     def on_backward() -> None:
         if is_second.is_set():
-            assert begun.wait(TIMEOUT_SECONDS / 2), "the third step has not begun"
+            assert begun.wait(PATIENCE_SECONDS / 2), "the third step has not begun"
             order.append("backward of the second step, or later")
 
     torch.manual_seed(0)
