@@ -100,7 +100,7 @@ class ParameterWrites:
     ) -> None:
         self.is_watched = is_watched
         self._leaf = leaf
-        self._written: list[nn.Parameter] = []
+        self._written: dict[nn.Parameter, Tensor | None] = {}  # with values before, where known
         self._given: list[tuple[nn.Parameter, Tensor, int]] = []  # with their versions
         self._replaced: list[tuple[nn.Parameter, Tensor]] = []  # with their memory before
 
@@ -110,8 +110,10 @@ class ParameterWrites:
         """Look at a function before it is called; return what it gives, if it was called here."""
         if self.is_watched and _writes(getattr(func, "__name__", "")):
             first = next(iter((*args, *kwargs.values())), ())  # those of `nn.init` come by name
-            given = first if isinstance(first, (list, tuple)) else (first,)
-            self._written += [self._leaf(p) for p in given if isinstance(p, nn.Parameter)]
+            for x in first if isinstance(first, (list, tuple)) else (first,):
+                leaf = self._leaf(x) if isinstance(x, nn.Parameter) else self._owner_of(x)
+                if leaf is not None and leaf not in self._written:
+                    self._written[leaf] = leaf.detach().clone()
             return None
         if type(func) is not types.MethodWrapperType or not isinstance(args[0], nn.Parameter):
             return None
@@ -126,22 +128,27 @@ class ParameterWrites:
             return values
         return None
 
+    def _owner_of(self, values: Any) -> nn.Parameter | None:
+        return next((leaf for leaf, given, _ in self._given if given is values), None)
+
     @property
     def may_be_any(self) -> bool:
         return bool(self._written or self._given or self._replaced)
 
     def take_written(self, *, keeps: bool = False) -> Sequence[nn.Parameter]:
-        """Return what was written to or had other memory in the end, each once.
+        """Return what has other values now or had other memory in the end, each once.
 
-        Other memory is taken back; its values are kept if it `keeps` them.
+        Other memory is taken back; its values are kept if it `keeps` them. A write that changed
+        nothing (a clamp far away, as Gemma 3n's) is none.
         """
         if not self.may_be_any:
             return ()
-        written, self._written = self._written, []
+        noted, self._written = self._written, {}
         for number, (parameter, values, version) in enumerate(self._given):
             if not values.is_inference() and values._version != version:
-                written.append(parameter)
+                noted.setdefault(parameter, None)
                 self._given[number] = (parameter, values, values._version)
+        written = [p for p, old in noted.items() if old is None or not torch.equal(p, old)]
         for parameter, before in self._replaced:
             if parameter.data_ptr() != before.data_ptr():
                 if keeps:
