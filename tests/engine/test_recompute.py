@@ -237,6 +237,31 @@ def test_a_gradient_of_a_block_s_output_is_found_at_a_copy_of_it(watch: str) -> 
         check_parity(module, num_microbatches=1, call=partial(call, copies=False))
 
 
+@on_any_workers
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_what_is_added_up_in_place_between_blocks_goes_backward_once(
+    num_microbatches: int, workers: Workers
+) -> None:
+    found: list[Tensor] = []
+
+    def call(view: Any, batch: Any, index: int) -> Any:
+        x, y = batch
+        hidden = view.head(x)
+        loss = hidden.new_zeros(())
+        for layer in view.layers:
+            hidden = layer(hidden) * 0.9
+            hidden.register_hook(found.append)
+            loss += hidden.square().mean()
+        return loss + functional.mse_loss(view.tail(hidden).squeeze(-1), y)
+
+    module = Regressor()
+    check_parity(module, num_microbatches=num_microbatches, call=call, devices=workers(2))
+    half = len(found) // 2
+    assert half == num_microbatches * len(module.layers)
+    for expected, got in zip(found[:half], found[half:], strict=True):
+        assert num_microbatches > 1 or torch.equal(expected, got.cpu())
+
+
 def test_double_backward_works_where_blocks_are_not_recomputed() -> None:
     def call(view: Any, batch: Any, index: int) -> Any:
         x, y = batch

@@ -63,6 +63,7 @@ class Segments:
         self.last = Segment(start=0, first_node=0, is_fused=not self.turns.in_forward_stage)
         self._all = [self.last]
         self._thread = threading.get_ident()
+        self._moved: dict[Tensor, int] = {}  # copies that were made later than what they copy
 
     def __getitem__(self, number: int) -> Segment:
         return self._all[number]
@@ -78,8 +79,8 @@ class Segments:
 
     def made_in(self, tensor: Tensor) -> int:
         node = tensor.grad_fn
-        if node is None:
-            return 0
+        if node is None or tensor in self._moved:
+            return self._moved.get(tensor, 0)
         number = node._sequence_nr()  # noqa: SLF001
         return max(i for i, segment in enumerate(self._all) if segment.first_node <= number)
 
@@ -145,18 +146,26 @@ class Segments:
             with self.user.suspended():
                 self.open_next()
 
-    def cut(self, tensor: Tensor) -> Tensor:
+    def cut(self, tensor: Tensor, *, is_written: bool = False) -> Tensor:
         """Return a leaf of this segment for a lazy tensor or a tensor of an earlier segment.
 
         So the graph of the segment ends there. What was made before goes backward once, when all
-        its gradients are there, as in one plain backward.
+        its gradients are there, as in one plain backward. A tensor that `is_written` into (a loss
+        that is added up) stays itself, and gets the leaf's values and graph.
         """
         if isinstance(tensor, LazyTensor):
             value: Value = tensor.value
             return value.materialize() if torch.is_grad_enabled() else value.detached()
         if not torch.is_grad_enabled() or not self.is_earlier(tensor):
             return tensor
-        return self.sources.leaf(self.last.leaves, tensor)
+        if not is_written:
+            return self.sources.leaf(self.last.leaves, tensor)
+        if not tensor._is_view():  # noqa: SLF001 - a view cannot leave its graph
+            with self.user.suspended():
+                before = tensor.clone()
+                self._moved[before] = self.made_in(tensor)
+                tensor.detach_().copy_(self.sources.leaf(self.last.leaves, before, stays=True))
+        return tensor
 
     def check_gradient(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Refuse `torch.autograd.grad` of what the code after the last block has not made."""
@@ -192,6 +201,7 @@ class Segments:
         for segment in self._all:
             segment.leaves.clear()
         self._all.clear()
+        self._moved.clear()
 
 
 def rows_to_come(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[Tensor, Tensor]:

@@ -515,11 +515,21 @@ class Sources:
         self._taken.clear()
 
     def leaf(
-        self, leaves: dict[Source, Tensor], source: Source, *, repeats: bool = False
+        self,
+        leaves: dict[Source, Tensor],
+        source: Source,
+        *,
+        repeats: bool = False,
+        stays: bool = False,
     ) -> Tensor:
+        """Return a leaf for a source; one of user code may be made where it `stays`."""
         if source not in leaves:
-            wanted = source.needs_gradient if isinstance(source, Value) else source.requires_grad
-            leaves[source] = leaf = self.here(source, repeats=repeats).requires_grad_(wanted)
+            if isinstance(source, Value):
+                here, wanted = self.here(source, repeats=repeats), source.needs_gradient
+            else:
+                here = source.detach() if stays else self.here(source, repeats=repeats)
+                wanted = source.requires_grad
+            leaves[source] = leaf = here.requires_grad_(wanted)
             if wanted:
                 leaf.register_hook(partial(self._note_strides, source))
         return leaves[source]

@@ -124,7 +124,7 @@ class UserCode(TorchFunctionMode):
         super().__init__()
         self.side_outputs = SideOutputs()
         #: Gives what a later segment uses for a tensor of an earlier one; None where there is none.
-        self.cut: Callable[[Tensor], Tensor] | None = None
+        self.cut: Callable[..., Tensor] | None = None
         #: Refuses `torch.autograd.grad` of outputs and inputs where it would miss something.
         self.check_gradient: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
         #: Refuses `backward` of tensors where it would miss or leave something.
@@ -502,13 +502,15 @@ class UserCode(TorchFunctionMode):
         answer = NotImplemented if self.outside is None else self.outside(func, args, kwargs)
         return answer, args, kwargs
 
-    def _cut_off(self, cut: Callable[[Tensor], Tensor], name: str, args: Any, kwargs: Any) -> Any:
-        """Put leaves in for tensors of earlier segments, but for one that is written into."""
+    def _cut_off(self, cut: Callable[..., Tensor], name: str, args: Any, kwargs: Any) -> Any:
+        """Put leaves in for tensors of earlier segments; one that is written into stays."""
         written = args[0] if args and writes_first(name) else kwargs.get("out")
         tensors = [x for x in tensors_in((args, kwargs)) if x is not written]
         # A lazy tensor may begin a segment, which makes the other tensors those of an earlier one.
         tensors.sort(key=lambda x: not isinstance(x, LazyTensor))
         taken = {id(x): cut(x) for x in tensors}
+        if isinstance(written, Tensor) and not isinstance(written, LazyTensor):
+            cut(written, is_written=True)
         if all(taken[id(x)] is x for x in tensors):
             return args, kwargs
         return map_tensors(lambda x: taken.get(id(x), x), (args, kwargs))
