@@ -237,23 +237,15 @@ def _through(layers: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
-@pytest.mark.parametrize("name", ["mul_", "__iadd__", "__setitem__", "add"])
-def test_writing_into_an_output_between_blocks(name: str) -> None:
+@pytest.mark.parametrize("bare", [Tensor.detach, lambda x: x.data, lambda x: x.detach().view(-1)])
+def test_writing_into_an_output_past_its_graph(bare: Callable[[Tensor], Tensor]) -> None:
     def step(layers: Any, hidden: Tensor) -> Any:
         for layer in layers:
             hidden = layer(hidden)
-            if name == "mul_":
-                hidden.mul_(2)
-            elif name == "__iadd__":
-                hidden += 1
-            elif name == "__setitem__":
-                hidden[0] = 0
-            else:
-                torch.add(hidden, 1, out=hidden)
+            bare(hidden).mul_(2)
         return hidden
 
-    written = "add_" if name == "__iadd__" else name
-    _refused(step, GlueError, rf"`{written}` writes into an output of block 'layers\.0'.*blocks=")
+    _refused(step, GlueError, r"`mul_` writes into an output of block 'layers\.0' past its graph")
 
 
 class Smuggling(Block):

@@ -262,6 +262,51 @@ def test_what_is_added_up_in_place_between_blocks_goes_backward_once(
         assert num_microbatches > 1 or torch.equal(expected, got.cpu())
 
 
+def _add(x: Tensor) -> None:
+    x += 0.5
+
+
+def _set(x: Tensor) -> None:
+    x[:, 0] = 0
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "+=": _add,
+    "[]": _set,
+    "a view": lambda x: x.view(-1).mul_(0.5),
+    "a part": lambda x: x[:, 1:].mul_(0.5),
+    "masked": lambda x: x.masked_fill_(x > 0.5, 0.0),
+    "twice": lambda x: x.transpose(0, 1).mul_(0.5) is x.add_(1),
+}
+
+
+@on_any_workers
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("text", ["forward 1 1 1 | backward 1 1 1 1", "forward | backward 4"])
+def test_what_is_written_into_a_block_s_output_is_seen_by_all(
+    name: str, text: str, num_microbatches: int, workers: Workers
+) -> None:
+    def call(view: Any, batch: Any, index: int) -> Any:
+        x, y = batch
+        hidden = view.head(x)
+        loss = 0.0
+        for number, layer in enumerate(view.layers):
+            hidden = layer(hidden)
+            if number:  # the first one is handed on as it is
+                WRITES[name](hidden)
+            loss = loss + hidden.square().mean()
+        return loss + functional.mse_loss(view.tail(hidden).squeeze(-1), y)
+
+    check_parity(
+        Regressor(),
+        num_microbatches=num_microbatches,
+        partition=Partition.parse(text),
+        devices=workers(2),
+        call=call,
+    )
+
+
 def test_double_backward_works_where_blocks_are_not_recomputed() -> None:
     def call(view: Any, batch: Any, index: int) -> Any:
         x, y = batch

@@ -24,11 +24,11 @@ from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.engine.capture.view import View, ViewClasses, ViewMaker
 from roundpipe_lightning.errors import CaptureError, GlueError
 
-_WRITTEN = (
-    "`{}` writes into an output of block {!r} after the block, whose values later blocks and its "
-    "recompute use: the change would be lost. Work on a copy (`x = x + ...` instead of "
-    "`x += ...`), move the operation into a block, or name other blocks with "
-    "RoundPipeStrategy(blocks=[...])."
+WRITTEN = (
+    "`{}` writes into an output of block {!r} past its graph (`x.detach()`, `x.data`, "
+    "torch.no_grad()), whose values later blocks and its recompute use: the change would be lost. "
+    "Write into `x` itself, work on a copy (`x.detach().clone()`), move the operation into a "
+    "block, or name other blocks with RoundPipeStrategy(blocks=[...])."
 )
 _GRADIENT_HOOKS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad".split())
 _HOOKED = (
@@ -89,8 +89,8 @@ class LazyTensor(Tensor):
         for lazy in tensors_in((args, kwargs)):
             if isinstance(lazy, LazyTensor):
                 if lazy is written:
-                    raise GlueError(_WRITTEN.format(name, lazy.value.block_name))
-                without_graph = name == "detach" or not torch.is_grad_enabled()
+                    raise GlueError(WRITTEN.format(name, lazy.value.block_name))
+                without_graph = name in ("data", "detach") or not torch.is_grad_enabled()
                 found[lazy] = lazy.value.detached() if without_graph else lazy.value.materialize()
         args, kwargs = map_tensors(
             lambda x: found[x] if isinstance(x, LazyTensor) else x, (args, kwargs)

@@ -105,7 +105,7 @@ class ForwardPass:
         # The engine recomputes the block: what the user's checkpointing would have is not needed.
         self.user.check_call(block, self._names[block])
         with self.user.suspended(), saved_tensor_hooks_away():
-            return self._call(block, (args, kwargs))
+            return self._call(block, self.segments.as_written((args, kwargs)))
 
     def _call(self, block: nn.Module, given: Given) -> Any:
         self.user.cut = self.segments.cut  # from the first block on

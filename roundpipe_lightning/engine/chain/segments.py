@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from roundpipe_lightning.engine.capture.placeholder import LazyTensor
-from roundpipe_lightning.engine.capture.torch_functions import nodes_of
-from roundpipe_lightning.engine.chain.values import BlockCall, Source, Sources, Value
+from roundpipe_lightning.engine.capture.placeholder import WRITTEN, LazyTensor
+from roundpipe_lightning.engine.capture.torch_functions import nodes_of, version_of
+from roundpipe_lightning.engine.capture.trees import map_tensors
+from roundpipe_lightning.engine.chain.values import BlockCall, Given, Source, Sources, Value
 from roundpipe_lightning.engine.worker.turns import MicrobatchTurns
 from roundpipe_lightning.engine.worker.user_code import UserCode
-from roundpipe_lightning.errors import CaptureError
+from roundpipe_lightning.errors import CaptureError, GlueError
 
 USED_ELSEWHERE = (
     "Block {!r} made a tensor that {} gets by another way than its arguments (a closure, a global "
@@ -64,11 +65,15 @@ class Segments:
         self._all = [self.last]
         self._thread = threading.get_ident()
         self._moved: dict[Tensor, int] = {}  # copies that were made later than what they copy
+        self.copied: list[Value] = []  # those of which user code has a copy
+        # given without a graph since the last call, with the blocks' names
+        self.bare: list[tuple[Tensor, str]] = []
 
     def __getitem__(self, number: int) -> Segment:
         return self._all[number]
 
     def open_next(self) -> None:
+        self.forget_copies()
         self.number += 1
         self.last = Segment(
             start=len(self.calls),
@@ -105,7 +110,9 @@ class Segments:
     def detached(self, value: Value) -> Tensor:
         self._check_use(value)
         with self.user.suspended():
-            return self.sources.here(value)
+            tensor = self.sources.here(value.latest)
+        self.bare.append((tensor, value.block_name))
+        return tensor
 
     def _check_use(self, value: Value) -> None:
         if value.in_object:
@@ -126,15 +133,38 @@ class Segments:
             )
 
     def for_user(self, value: Value) -> Tensor:
-        """Return a value as part of the last segment's graph."""
-        if value.segment == self.number and value.here is not None:
-            tensor = value.here
-        elif self.backward:
-            tensor = self.sources.leaf(self.last.leaves, value)
-        else:
-            tensor = self.sources.here(value)
-        # User code may write into a block's output: a leaf would refuse, and others read it.
-        return tensor.clone() if tensor.is_leaf else tensor
+        """Return a value as part of the last segment's graph, always the same tensor of it."""
+        if value.copy is None or value.copy_segment != self.number:
+            source = value.latest
+            if value.segment == self.number and value.here is not None:
+                tensor = value.here
+            elif self.backward:
+                tensor = self.sources.leaf(self.last.leaves, source)
+            else:
+                tensor = self.sources.here(source)
+            if value.copy is None:
+                self.copied.append(value)
+            # User code may write into a block's output: a leaf would refuse, and others read it.
+            value.copy = tensor.clone() if tensor.is_leaf else tensor
+            value.copy_segment = self.number
+            value.copy_version = -1 if source is not value else version_of(value.copy)
+        return value.copy
+
+    def forget_copies(self) -> None:
+        """Forget copies that the user's code has not written into."""
+        for value in self.copied:
+            value.copy = value.copy if value.is_written else None
+        self.copied = [value for value in self.copied if value.copy is not None]
+
+    def as_written(self, given: Given) -> Given:
+        """Return what a block is given, with the copies that were written into in their place."""
+        self.bare.clear()
+        if not any(value.is_written for value in self.copied):
+            return given
+        swapped: Given = map_tensors(
+            lambda x: x.value.copy if isinstance(x, LazyTensor) and x.value.is_written else x, given
+        )
+        return swapped
 
     def side_output_used(self, call: int) -> None:
         """Let the code that uses a side output be a segment after the call that has left it.
@@ -146,19 +176,22 @@ class Segments:
             with self.user.suspended():
                 self.open_next()
 
-    def cut(self, tensor: Tensor, *, is_written: bool = False) -> Tensor:
+    def cut(self, tensor: Tensor, *, writer: str = "") -> Tensor:
         """Return a leaf of this segment for a lazy tensor or a tensor of an earlier segment.
 
         So the graph of the segment ends there. What was made before goes backward once, when all
-        its gradients are there, as in one plain backward. A tensor that `is_written` into (a loss
-        that is added up) stays itself, and gets the leaf's values and graph.
+        its gradients are there, as in one plain backward. What a function, the `writer`, writes
+        into (a loss that is added up) stays itself, and gets the leaf's values and graph.
         """
         if isinstance(tensor, LazyTensor):
             value: Value = tensor.value
-            return value.materialize() if torch.is_grad_enabled() else value.detached()
+            with torch.set_grad_enabled(bool(writer) or torch.is_grad_enabled()):
+                return value.materialize() if torch.is_grad_enabled() else value.detached()
+        if writer:
+            self._check_bare(tensor, writer)
         if not torch.is_grad_enabled() or not self.is_earlier(tensor):
             return tensor
-        if not is_written:
+        if not writer:
             return self.sources.leaf(self.last.leaves, tensor)
         if not tensor._is_view():  # noqa: SLF001 - a view cannot leave its graph
             with self.user.suspended():
@@ -166,6 +199,12 @@ class Segments:
                 self._moved[before] = self.made_in(tensor)
                 tensor.detach_().copy_(self.sources.leaf(self.last.leaves, before, stays=True))
         return tensor
+
+    def _check_bare(self, tensor: Tensor, writer: str) -> None:
+        with self.user.suspended():
+            for bare, block in self.bare:
+                if bare.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+                    raise GlueError(WRITTEN.format(writer, block))
 
     def check_gradient(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Refuse `torch.autograd.grad` of what the code after the last block has not made."""
@@ -202,6 +241,8 @@ class Segments:
             segment.leaves.clear()
         self._all.clear()
         self._moved.clear()
+        self.copied.clear()
+        self.bare.clear()
 
 
 def rows_to_come(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[Tensor, Tensor]:

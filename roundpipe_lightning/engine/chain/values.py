@@ -211,6 +211,7 @@ class Value(Reference):
         here: The tensor on the present worker, during its turn; as long as its segment's graph if
             it is part of one.
         host: Its values on their way, from the end of its turn on, if they are still needed.
+        copy: What the user's code computes with, and may write into.
         is_wanted: Whether somebody else than who holds the lazy tensor could use the values.
     """
 
@@ -234,6 +235,9 @@ class Value(Reference):
         self.host: BoundaryTensor | JoinedValue | None = None
         self.form = form
         self.is_wanted: Callable[[], bool] = lambda: False
+        self.copy: Tensor | None = None
+        self.copy_version = 0  # of the copy when it was made; -1: it is of a written one
+        self.copy_segment = 0
         self._lazy: weakref.ref[LazyTensor] | None = None
         self._kept_lazy = self.lazy() if in_object else None
 
@@ -243,6 +247,15 @@ class Value(Reference):
         if self.in_object:
             return False
         return (self._lazy is not None and self._lazy() is not None) or self.is_wanted()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the user's code has written into its copy, which takes the value's place then."""
+        return self.copy is not None and version_of(self.copy) != self.copy_version
+
+    @property
+    def latest(self) -> Value | Tensor:
+        return self.copy if self.copy is not None and self.is_written else self
 
     def lazy(self) -> LazyTensor:
         known = None if self._lazy is None else self._lazy()
@@ -258,7 +271,7 @@ class Value(Reference):
             self.host = None
 
     def drop(self) -> None:
-        self.here = self.host = self._kept_lazy = None
+        self.here = self.host = self.copy = self._kept_lazy = None
 
     def materialize(self) -> Tensor:
         return self.owner.materialize(self)

@@ -66,6 +66,7 @@ from roundpipe_lightning.errors import CaptureError, ConfigurationError
 
 #: Functions that ask nothing of a tensor's values, or that leave its graph.
 _WITHOUT_VALUES = METADATA | {"detach"}
+_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _READS_GRADIENT = (
     "A step, or a block, reads a parameter's .grad, which is None in steps. What the batch before "
@@ -486,7 +487,7 @@ class UserCode(TorchFunctionMode):
             if not is_transformed():  # else these are the transform's own
                 self.check_gradient(args[0], args[1])
             return func(*args, **kwargs), args, kwargs
-        if self.cut is not None and name not in _WITHOUT_VALUES:
+        if self.cut is not None and name not in _WITHOUT_VALUES and func != _DATA:
             args, kwargs = self._cut_off(self.cut, name, args, kwargs)
         answer: Any = NotImplemented
         if self._rounded.masters:
@@ -505,12 +506,9 @@ class UserCode(TorchFunctionMode):
     def _cut_off(self, cut: Callable[..., Tensor], name: str, args: Any, kwargs: Any) -> Any:
         """Put leaves in for tensors of earlier segments; one that is written into stays."""
         written = args[0] if args and writes_first(name) else kwargs.get("out")
-        tensors = [x for x in tensors_in((args, kwargs)) if x is not written]
         # A lazy tensor may begin a segment, which makes the other tensors those of an earlier one.
-        tensors.sort(key=lambda x: not isinstance(x, LazyTensor))
-        taken = {id(x): cut(x) for x in tensors}
-        if isinstance(written, Tensor) and not isinstance(written, LazyTensor):
-            cut(written, is_written=True)
+        tensors = sorted(tensors_in((args, kwargs)), key=lambda x: not isinstance(x, LazyTensor))
+        taken = {id(x): cut(x, writer=name if x is written else "") for x in tensors}
         if all(taken[id(x)] is x for x in tensors):
             return args, kwargs
         return map_tensors(lambda x: taken.get(id(x), x), (args, kwargs))
