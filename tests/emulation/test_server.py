@@ -1,8 +1,8 @@
 import math
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -55,6 +55,12 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
     return clock
 
 
+@contextmanager
+def _one_device(**options: Any) -> Iterator[ServedDevice]:
+    with EmulatedServer(1, **options) as server:
+        yield server.devices[0]
+
+
 def _buffer(device: ServedDevice, numbers: int) -> Tensor:
     flat = device.allocate(4 * numbers)
     device.synchronize()  # compute launched before may use its memory until then
@@ -62,8 +68,7 @@ def _buffer(device: ServedDevice, numbers: int) -> Tensor:
 
 
 def test_copies_take_the_time_of_their_bytes_and_keep_their_order() -> None:
-    with EmulatedServer(1, timing=_timing()) as server:
-        (device,) = server.devices
+    with _one_device(timing=_timing()) as device:
         slot, host = _buffer(device, 20), torch.zeros(20)
         begin = time.perf_counter()
         first = device.copy(slot, torch.ones(20), queue=UP)
@@ -79,8 +84,7 @@ def test_copies_take_the_time_of_their_bytes_and_keep_their_order() -> None:
 
 
 def test_the_target_holds_nothing_usable_until_the_copy_was_made() -> None:
-    with EmulatedServer(1, timing=_timing(), poison=True) as server:
-        (device,) = server.devices
+    with _one_device(timing=_timing(), poison=True) as device:
         slot = _buffer(device, 20)
         assert all(math.isnan(x) or x < -1e30 for x in raw_of(slot).tolist())
         begin = time.perf_counter()
@@ -112,11 +116,10 @@ def test_compute_takes_the_given_time_in_order_and_the_host_runs_ahead() -> None
 
 
 def test_work_without_gradients_takes_its_time_and_makes_no_graph() -> None:
-    with EmulatedServer(1) as server:
-        [device] = server.devices
+    with _one_device() as device:
         with device.activate(), torch.no_grad():
             x = device.upload(torch.ones(2)).requires_grad_()
-            done = server.work(x, forward_seconds=0.01, backward_seconds=0.02)
+            done = device.server.work(x, forward_seconds=0.01, backward_seconds=0.02)
         assert [end - start for start, end in device.compute.spans] == pytest.approx([0.01])
         assert done.grad_fn is None
         assert done is not x
@@ -133,14 +136,13 @@ def test_no_time_is_between_two_pieces_of_compute_unless_the_host_is_late(now: N
 
 
 def test_compute_waits_for_a_copy_and_the_next_one_for_compute() -> None:
-    with EmulatedServer(1, timing=_timing()) as server:
-        (device,) = server.devices
+    with _one_device(timing=_timing()) as device:
         device.start_clock()
         slot, host = _buffer(device, 20), torch.zeros(20)
         uploaded = device.copy(slot, torch.ones(20), queue=UP)
         with device.activate():
             device.await_event(uploaded)
-            server.launch(0.05)
+            device.server.launch(0.05)
             computed = device.mark_event("computed")
         device.copy(host, slot, queue=DOWN, after=[computed]).wait()
         end = device.mark() - device._clock_start
@@ -151,8 +153,7 @@ def test_compute_waits_for_a_copy_and_the_next_one_for_compute() -> None:
 
 
 def test_events_behind_host_events_are_waited_for() -> None:
-    with EmulatedServer(1, timing=_timing()) as server:
-        (device,) = server.devices
+    with _one_device(timing=_timing()) as device:
         slot, job = _buffer(device, 20), HostEvent("job")
 
         def issue() -> None:
@@ -166,8 +167,7 @@ def test_events_behind_host_events_are_waited_for() -> None:
 
 
 def test_callbacks_come_when_it_has_happened() -> None:
-    with EmulatedServer(1, timing=_timing()) as server:
-        (device,) = server.devices
+    with _one_device(timing=_timing()) as device:
         called: list[str] = []
         slot, are_called = _buffer(device, 20), Countdown(2)
 
@@ -176,7 +176,7 @@ def test_callbacks_come_when_it_has_happened() -> None:
             are_called.count()
 
         with device.activate():
-            server.launch(0.03)
+            device.server.launch(0.03)
         mark = device.mark_event("computed")
         mark.when_done(lambda: call("mark"))
         copy = device.copy(slot, torch.ones(20), queue=UP, after=[mark])
@@ -189,8 +189,7 @@ def test_callbacks_come_when_it_has_happened() -> None:
 
 
 def test_a_copy_that_cannot_be_made_raises_where_it_is_waited_for() -> None:
-    with EmulatedServer(1) as server:
-        (device,) = server.devices
+    with _one_device() as device:
         with pytest.raises(RuntimeError, match="size"):
             device.copy(_buffer(device, 3), torch.ones(4), queue=UP).wait()
         slot = _buffer(device, 4)
@@ -224,8 +223,7 @@ def test_a_late_thread_makes_nothing_late(now: Now) -> None:
 
 
 def test_without_tags_tensors_are_plain() -> None:
-    with EmulatedServer(1, tags=False) as server:
-        (device,) = server.devices
+    with _one_device(tags=False) as device:
         host = torch.ones(3)
         here = device.upload(host)
         assert tag_of(here) is None
@@ -263,8 +261,7 @@ class TestChecker:
 
     def test_a_slot_that_is_overwritten_while_it_is_read(self) -> None:
         checker = ProtocolChecker()
-        with EmulatedServer(1, checker=checker) as server:
-            (device,) = server.devices
+        with _one_device(checker=checker) as device:
             slot = _buffer(device, 4)
             with device.thread_context(), device.activate():
                 device.await_event(device.copy(slot, torch.ones(4), queue=UP))
@@ -280,15 +277,13 @@ class TestChecker:
         assert "the compute queue of emulated:0, reads" in str(caught.value)
 
     def test_new_memory_that_is_filled_while_compute_may_still_use_it(self) -> None:
-        with EmulatedServer(1, checker=ProtocolChecker()) as server:
-            (device,) = server.devices
+        with _one_device(checker=ProtocolChecker()) as device:
             slot = device.allocate(16)
             with pytest.raises(ProtocolError, match="before what had it before"):
                 device.copy(slot, torch.ones(16, dtype=torch.uint8), queue=UP)
 
     def test_weights_that_are_used_before_they_have_come(self) -> None:
-        with EmulatedServer(1, checker=ProtocolChecker()) as server:
-            (device,) = server.devices
+        with _one_device(checker=ProtocolChecker()) as device:
             slot = _buffer(device, 4)
             with device.thread_context(), device.activate():
                 device.copy(slot, torch.ones(4), queue=UP)
@@ -296,18 +291,20 @@ class TestChecker:
                     slot * 2
 
     def test_a_result_that_goes_down_before_it_was_computed(self) -> None:
-        with EmulatedServer(1, checker=ProtocolChecker()) as server:
-            (device,) = server.devices
-            with device.thread_context(), device.activate():
-                result = device.upload(torch.ones(4)) * 3
-                host = torch.zeros(4)
-                with pytest.raises(ProtocolError, match=r"aten\.mul"):
-                    device.copy(host, result, queue=DOWN)
-                event = device.copy(host, result, queue=DOWN, after=[device.mark_event("computed")])
-                with pytest.raises(ProtocolError, match="the host, reads"):
-                    host + 1
-                event.wait()
-                assert (host + 1).tolist() == [4.0] * 4
+        with (
+            _one_device(checker=ProtocolChecker()) as device,
+            device.thread_context(),
+            device.activate(),
+        ):
+            result = device.upload(torch.ones(4)) * 3
+            host = torch.zeros(4)
+            with pytest.raises(ProtocolError, match=r"aten\.mul"):
+                device.copy(host, result, queue=DOWN)
+            event = device.copy(host, result, queue=DOWN, after=[device.mark_event("computed")])
+            with pytest.raises(ProtocolError, match="the host, reads"):
+                host + 1
+            event.wait()
+            assert (host + 1).tolist() == [4.0] * 4
 
     def test_a_slot_that_is_overwritten_while_another_device_copies_it(self) -> None:
         """`Tensor.to` lets each of two devices wait for the other, but not the host for them."""
@@ -360,8 +357,7 @@ class TestChecker:
 
 
 def test_the_host_waits_for_copies_of_memory_that_is_not_page_locked() -> None:
-    with EmulatedServer(1, timing=_timing()) as server:
-        (device,) = server.devices
+    with _one_device(timing=_timing()) as device:
         slot, host = _buffer(device, 20), torch.ones(30)
         device.pin(host)
         begin = time.perf_counter()
@@ -475,8 +471,7 @@ def test_what_is_brought_from_the_host_may_change_there_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The weights of a manual step, whose code writes into them."""
-    with EmulatedServer(1, timing=EmulatedTiming(upload_bytes_per_second=1e3)) as server:
-        (device,) = server.devices
+    with _one_device(timing=EmulatedTiming(upload_bytes_per_second=1e3)) as device:
         copies, copy = [], device.copy
 
         def noted(*given: Any, **options: Any) -> Any:
@@ -494,12 +489,11 @@ def test_what_is_brought_from_the_host_may_change_there_at_once(
 
 @pytest.mark.parametrize("read", [Tensor.item, Tensor.tolist, bool, float])
 def test_who_reads_a_number_waits_for_the_device(read: Callable[[Tensor], Any]) -> None:
-    with EmulatedServer(1) as server:
-        [device] = server.devices
+    with _one_device() as device:
         with device.thread_context(), device.activate():
             number = device.upload(torch.ones(()))
             begin = time.perf_counter()
-            server.launch(0.2)  # it has begun a moment before, by the server's clock
+            device.server.launch(0.2)  # it has begun a moment before, by the server's clock
             assert read(number) == 1
         assert time.perf_counter() - begin > 0.1
 
@@ -522,10 +516,9 @@ def test_a_step_has_ended_when_its_device_is_idle() -> None:
 def test_a_copy_begins_after_what_it_waits_for_however_late_its_thread_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with EmulatedServer(1, timing=EmulatedTiming(copy_seconds=0.01)) as server:
-        (device,) = server.devices
+    with _one_device(timing=EmulatedTiming(copy_seconds=0.01)) as device:
         slot = device.allocate(4)
-        monkeypatch.setattr(server.host, "now", lambda: time.perf_counter() - 100)
+        monkeypatch.setattr(device.server.host, "now", lambda: time.perf_counter() - 100)
         queue = TransferQueue(device, DOWN, on_failure=lambda *_: None, name="download queue")
         monkeypatch.setattr(device.compute, "_end", computed := time.perf_counter() + 0.02)
         mark = device.mark_event("computed")
