@@ -72,7 +72,7 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
     def __init__(self, *, form: Form = "file", max_file_bytes: int = 4 * _GIB) -> None:
         if form not in get_args(Form):
             raise ConfigurationError(f"form={form!r}: set 'file' or 'distributed'.")
-        if max_file_bytes <= 0:
+        if type(max_file_bytes) is not int or max_file_bytes <= 0:
             raise ConfigurationError(f"max_file_bytes={max_file_bytes}: set a positive number.")
         self.form = form
         self.max_file_bytes = max_file_bytes
@@ -187,7 +187,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
         max_file_bytes: int = 4 * _GIB,
     ) -> None:
         super().__init__(form=form, max_file_bytes=max_file_bytes)
-        if max_copy_bytes < 0:
+        if type(max_copy_bytes) is not int or max_copy_bytes < 0:
             raise ConfigurationError(f"max_copy_bytes={max_copy_bytes}: set 0 or more.")
         self.snapshots = Snapshots(max_copy_bytes=max_copy_bytes)
         """The memory that is still to be written, and how much of it was copied."""

@@ -189,11 +189,12 @@ def run_folder(checkpoint: Path) -> Path | None:
 def find_checkpoint(config: DictConfig) -> str | None:
     """The checkpoint of `ckpt_path`: a path or an address; CheckpointError: there is none.
 
-    `last` and `best` are the newest of all runs; of a run's folder it is the last.
+    `last` and `best` are the newest of all runs; of the folder of a run or its checkpoints it is
+    the last.
     """
-    given: str | None = config.ckpt_path
-    if given is None:
+    if config.ckpt_path is None:
         return None
+    given = str(config.ckpt_path)
     if given in ("last", "best"):
         logs = Path(config.paths.log_dir)
         folders = (*logs.glob("*/runs/*"), *logs.glob("*/multiruns/*/*"))
@@ -205,8 +206,8 @@ def find_checkpoint(config: DictConfig) -> str | None:
         return given.removeprefix("file://")
     checkpoint = Path(given).expanduser()
     if checkpoint.is_dir() and not is_checkpoint_folder(checkpoint):
-        last = checkpoint / "checkpoints" / "last.ckpt"
-        checkpoint = last if last.exists() else checkpoint
+        places = (checkpoint / "checkpoints" / "last.ckpt", checkpoint / "last.ckpt")
+        checkpoint = next((last for last in places if last.exists()), checkpoint)
     if not checkpoint.exists():
         wanted = " (callbacks=best keeps it)" if given == "best" else ""
         raise CheckpointError(
@@ -288,14 +289,8 @@ def for_hosts(config: DictConfig) -> DictConfig:
     config = config.copy()
     if config.trainer.get("num_nodes") == "auto":
         config.trainer.num_nodes = int(_launched(_NUMBERS, "1"))
-    num, rank = config.trainer.get("num_nodes", 1), _launched(_RANKS, "0")
-    if config.global_batch_size is not None:
-        size = whole("global_batch_size", config.global_batch_size)
-        if size % num:
-            raise ConfigurationError(
-                f"global_batch_size={size} cannot be divided among {num} hosts: set a multiple."
-            )
-        config.data.batch_size = size // num
+    num, rank = whole("nodes", config.trainer.get("num_nodes", 1)), _launched(_RANKS, "0")
+    share_batch(config, num)
     folder = Path(config.paths.output_dir)
     if config.train and config.ckpt_path is None and int(_launched(_RESTARTS, "0")):
         last = str(folder / "checkpoints" / "last.ckpt")
@@ -310,6 +305,18 @@ def for_hosts(config: DictConfig) -> DictConfig:
     if num > 1 and rank != "0":
         config.paths.output_dir = str(folder / f"host{rank}")
     return config
+
+
+def share_batch(config: DictConfig, num_hosts: int) -> None:
+    """Make `global_batch_size`, where it is given, the batch of each host."""
+    if config.global_batch_size is not None:
+        size = whole("global_batch_size", config.global_batch_size)
+        if size % num_hosts:
+            raise ConfigurationError(
+                f"global_batch_size={size} cannot be divided among {num_hosts} hosts: set a "
+                "multiple."
+            )
+        config.data.batch_size = size // num_hosts
 
 
 def tell_settings(run: Run) -> None:

@@ -308,6 +308,11 @@ class Job:
             whole(f"trainer.{name}", self.config.trainer.get(name, -1), least=-1)
         trainer = self.config.trainer
         whole("trainer.log_every_n_steps", trainer.get("log_every_n_steps") or 0, least=0)
+        whole("trainer.num_sanity_val_steps", trainer.get("num_sanity_val_steps") or 0, least=-1)
+        if trainer.get("deterministic") not in (None, False, True, "warn"):
+            raise ConfigurationError(
+                f"trainer.deterministic={trainer.deterministic}: give true, false or warn."
+            )
         if trainer.get("val_check_interval") == 0:
             raise ConfigurationError(
                 "trainer.val_check_interval=0: give a number above 0, or null."

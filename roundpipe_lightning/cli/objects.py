@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -100,7 +101,8 @@ def build(config: Any, **extra: Any) -> Any:
     `config` is a node with a `_target_`, or null for None.
     """
     if config is not None and "_target_" in config:
-        _check_switches(config)
+        with suppress(ImportError):  # explained below
+            _check_switches(config)
     try:
         return instantiate(config, _convert_="all", **extra)
     except MissingMandatoryValue as error:
@@ -114,6 +116,8 @@ def build(config: Any, **extra: Any) -> Any:
             raise ConfigurationError(
                 f"{config['_target_']} needs a library that is not installed: {missing}"
             ) from None
+        if isinstance(error.__cause__, ImportError):
+            raise ConfigurationError(f"There is no {config['_target_']} (_target_).") from None
         if isinstance(error.__cause__, (TypeError, ValueError)):
             key = str(error).rpartition("full_key: ")[2]
             raise ConfigurationError(f"{key}: {error.__cause__}") from error.__cause__

@@ -38,9 +38,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from roundpipe_lightning.errors import CheckpointError, ConfigurationError
+from roundpipe_lightning.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ModelSourceError,
+    RoundPipeError,
+)
 from roundpipe_lightning.files import checksum, new_folder, place_folder
-from roundpipe_lightning.models.weight_files import MARKER, reach_options
+from roundpipe_lightning.models.weight_files import MARKER, reach_options, unreadable
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -95,7 +100,7 @@ class ExportOptions:
         for name in ("merge", "overwrite", "original_layout"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: set true or false.")
-        if self.max_shard_bytes < 1:
+        if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
             raise ConfigurationError(
                 f"max_shard_bytes={self.max_shard_bytes} must be a number of bytes, 1 or more."
             )
@@ -114,11 +119,11 @@ def export_pretrained(model: Pretrained, folder: str | Path, *, options: ExportO
     kind = "adapter" if _is_adapted(model) and not options.merge else "model"
     about = {"kind": kind, "dtype": options.dtype, "merged": merged}
     with _replaced_folder(folder, about=about, overwrite=options.overwrite) as temporary:
+        _add_tokenizer(model, temporary, tokenizer=options.tokenizer)
         if kind == "adapter":
             _write_adapter(cast("PeftModel", model), temporary, dtype=DTYPES[options.dtype])
         else:
             _write_model(_without_adapters(model, merge=True), temporary, options=options)
-        _add_tokenizer(model, temporary, tokenizer=options.tokenizer)
     return folder
 
 
@@ -267,16 +272,22 @@ def _add_tokenizer(model: Any, folder: Path, *, tokenizer: Any) -> None:
         return
     options = {"local_files_only": True} if tokenizer is None else reach_options(str(name))
     for file in files:
-        found = cached_file(
-            str(name),
-            file,
-            **options,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=is_named,
-            _raise_exceptions_for_gated_repo=is_named,
-        )
+        try:
+            found = cached_file(
+                str(name),
+                file,
+                **options,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=is_named,
+                _raise_exceptions_for_gated_repo=is_named,
+            )
+        except OSError as error:
+            what, otherwise = f"tokenizer={str(name)!r}", "Name a folder that has one."
+            raise unreadable(what, str(name), error, otherwise=otherwise) from error
         if found is not None and not (folder / file).exists():
             shutil.copyfile(found, folder / file)
+    if is_named and not any((folder / file).exists() for file in files):
+        raise ModelSourceError(f"tokenizer={str(name)!r} has none of the files of a tokenizer.")
 
 
 def check_replaceable(folder: Path, *, overwrite: bool) -> None:
@@ -314,7 +325,7 @@ def _replaced_folder(folder: Path, *, about: Mapping[str, Any], overwrite: bool)
                         os.fsync(file.fileno())
             place_folder(temporary, folder)
     except (OSError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
+        if isinstance(error, RoundPipeError):
             raise
         raise CheckpointError(
             f"The export to {folder} failed: {error}. What was there before is untouched. Free "

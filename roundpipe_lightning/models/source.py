@@ -226,7 +226,12 @@ class ModelSource:
         dtype = self.parameter_dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
         with seeded(self.seed):
             from_config = cast(Callable[..., PreTrainedModel], self.head.auto_class.from_config)
-            model = from_config(config, dtype=dtype, **options)
+            try:
+                model = from_config(config, dtype=dtype, **options)
+            except (ValueError, ImportError) as error:
+                if self.attention is None:
+                    raise
+                raise ConfigurationError(f"model.attention={self.attention}: {error}") from error
         if self.is_pretrained:
             model.config.name_or_path = model.name_or_path = cast(str, self.hub_name)
         return model

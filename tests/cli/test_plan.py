@@ -309,6 +309,17 @@ def test_more_hosts_have_less_in_memory_and_wait_for_the_network(ask: Ask) -> No
     assert accumulated["hidden_tokens"] is None
 
 
+def test_the_global_batch_is_divided_among_hosts(ask: Ask) -> None:
+    given = (*GPU, "global_batch_size=16")
+    assert ask.json(*given, "nodes=auto")["job"]["batch_size"] == 16
+    for row in ask.json(*given, "nodes=[1,2]")["nodes"]:
+        assert row["tokens_per_second"] == pytest.approx(16 * 128 / row["step_seconds"])
+    assert "cannot be divided among 3 hosts" in ask.error(*given, "nodes=3")
+    hosts = ask.json("global_batch_size=16", "nodes=[rtx4090x4,rtx4090x1]")["hosts"]
+    assert sum(host["batch_size"] for host in hosts) == 16
+    assert "global_batch_size" not in ask.text(*given, "nodes=[rtx4090x4,rtx4090x1]")
+
+
 def test_uneven_hosts_get_parts_of_the_batch_by_their_speed(ask: Ask) -> None:
     hosts = ask.json("nodes=[rtx4090x4,rtx4090x1]", "data.batch_size=64", "network=100GbE")["hosts"]
     large, small = hosts

@@ -186,6 +186,8 @@ def test_a_metric_of_a_validation_that_is_left_out_is_not_missed(
 
 REFUSED = {
     "ckpt_path": (["ckpt_path=none.ckpt"], CheckpointError, "none.ckpt"),
+    "a number": (["ckpt_path=5"], CheckpointError, "ckpt_path='5' does not exist"),
+    "attention": (["model.attention=none"], ConfigurationError, "model.attention=none: "),
     "weights": (["model.weights=zero"], ConfigurationError, "random, pretrained"),
     "no name": (["model.weights=pretrained"], ConfigurationError, "model.hub_name"),
     "seq_len": (["data.seq_len=2048"], ConfigurationError, "1024 positions"),
@@ -236,6 +238,12 @@ MISTAKES = {
     "+module.foo=1": "module: TransformersModule.__init__() got an unexpected",
     "+callbacks.foo.x=1": "callbacks.foo has no class: set callbacks.foo._target_",
     "hardware=auto +hardware.foo=1": "hardware.foo is not read where no machine",
+    "trainer.num_sanity_val_steps=x": "trainer.num_sanity_val_steps='x': give a whole number",
+    "trainer.deterministic=maybe": "trainer.deterministic=maybe: give true, false or warn",
+    "checkpoint=distributed checkpoint.max_file_bytes=4GB": "max_file_bytes=4GB: set a positive",
+    "checkpoint=async checkpoint.max_copy_bytes=4GB": "max_copy_bytes=4GB: set 0 or more",
+    "+callbacks.early._target_=lightning.EarlyStopin": "There is no lightning.EarlyStopin (_targ",
+    "nodes=[1,2]": "nodes=[1, 2]: give a whole number",
     "train=maybe": "train=maybe: give true or false",
     "trainer.strategy.replan=maybe": "trainer.strategy.replan=maybe: give true or false",
     "trainer.enable_progress_bar=maybe": "trainer.enable_progress_bar=maybe: give true or false",
@@ -288,6 +296,7 @@ def test_settings_of_lightning_do_what_they_say(
         ("last", "last"),
         ("best", "best"),
         (str(folder), "last"),
+        (str(folder / "checkpoints"), "last"),
         (f"file://{folder}/checkpoints/best.ckpt", "best"),
     ):
         config.ckpt_path = given

@@ -466,7 +466,7 @@ def _limited(training: TrainingJob, host_bytes: int) -> TrainingJob:
 
 def read_nodes(config: DictConfig) -> tuple[list[int], list[str]]:
     """Return the numbers of hosts to plan for, ascending, or the machines that hosts are."""
-    nodes = config.nodes
+    nodes: Any = 1 if config.nodes == "auto" else config.nodes
     given = list(nodes) if OmegaConf.is_list(nodes) else [nodes]
     if given and all(type(each) is int and each > 0 for each in given):
         return sorted(set(given)), []
@@ -485,8 +485,9 @@ def scaled(first: FitAnswer, jobs: Sequence[Job]) -> list[FitAnswer]:
     """
     answers = [first]
     for job in jobs[1:]:
-        before = answers[-1]
-        answers.append(before.on_hosts(job.num_nodes) if before.fits else job.answer())
+        before, is_same = answers[-1], job.batch_size == jobs[0].batch_size
+        new = before.on_hosts(job.num_nodes) if before.fits and is_same else job.answer()
+        answers.append(new)
     return answers
 
 

@@ -19,8 +19,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_commands import EXIT_DOES_NOT_FIT
+from roundpipe_lightning.cli.build import share_batch
 from roundpipe_lightning.cli.job import Job
-from roundpipe_lightning.cli.objects import check_switch, run_explained
+from roundpipe_lightning.cli.objects import check_switch, run_explained, whole
 from roundpipe_lightning.cli.plan.answer import (
     Change,
     HostPlan,
@@ -201,7 +202,8 @@ class PlanOutput:
         installed = Path(sys.argv[0]).stem == "roundpipe-plan"
         program = "roundpipe-train" if installed else "python train.py"
         if self.hosts:
-            given = [each for each in given if not each.startswith("hardware")]
+            own = ("hardware", "global_batch_size=")
+            given = [each for each in given if not each.startswith(own)]
         num_nodes = self.job.num_nodes
         if num_nodes > 1:
             script = "--no-python roundpipe-train" if installed else "train.py"
@@ -442,7 +444,7 @@ def plan(config: DictConfig) -> PlanOutput:
     for name in ("train", "longest"):
         check_switch(name, config[name])
     counts, machines = read_nodes(config)
-    job, *more = [Job(_with_nodes(config, count)) for count in counts or [1]]
+    job, *more = [Job(_for_hosts(config, count, machines)) for count in counts or [1]]
     if job.strategy is None:
         raise ConfigurationError(
             f"trainer.strategy={config.trainer.strategy} has no plan: choose trainer=roundpipe."
@@ -479,11 +481,12 @@ def plan(config: DictConfig) -> PlanOutput:
     return report
 
 
-def _with_nodes(config: DictConfig, count: int) -> DictConfig:
-    if not OmegaConf.is_list(config.nodes):
-        return config
+def _for_hosts(config: DictConfig, count: int, machines: Sequence[str]) -> DictConfig:
     config = config.copy()
-    config.nodes = config.trainer.num_nodes = count
+    if OmegaConf.is_list(config.nodes):
+        config.nodes = config.trainer.num_nodes = count
+    num = config.trainer.get("num_nodes", 1)
+    share_batch(config, len(machines) or (1 if num == "auto" else whole("nodes", num)))
     return config
 
 
