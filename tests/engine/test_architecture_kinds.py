@@ -191,6 +191,14 @@ def _under_autocast(layers: Any, hidden: Tensor) -> Any:
     return hidden.float()
 
 
+def _through_a_custom_function(layers: Any, hidden: Tensor) -> Any:
+    states = []
+    for layer in layers:
+        hidden, _ = layer(hidden)
+        states.append(hidden)
+    return hidden + with_gradient(states[0], lambda gradient: 2 * gradient)
+
+
 @pytest.mark.long("_one_is_used", "_residual_skips_blocks", "_detached_between_blocks")
 @pytest.mark.parametrize(
     "run",
@@ -202,6 +210,7 @@ def _under_autocast(layers: Any, hidden: Tensor) -> Any:
         _trained_argument_by_keyword,
         _detached_between_blocks,
         _under_autocast,
+        _through_a_custom_function,
     ],
 )
 def test_what_user_code_does_with_two_outputs(run: Callable[[Any, Tensor], Any]) -> None:
@@ -322,14 +331,6 @@ class Forgetful(Linear):
         return self.mix(x)
 
 
-def _through_a_custom_function(layers: Any, hidden: Tensor) -> Any:
-    states = []
-    for layer in layers:
-        hidden, _ = layer(hidden)
-        states.append(hidden)
-    return hidden + with_gradient(states[0], lambda gradient: 2 * gradient)
-
-
 def _cached_states_in_the_loss(layers: Any, hidden: Tensor) -> Any:
     hidden, cache = _with_cache(layers, hidden)
     return hidden + cache.states[0]
@@ -361,11 +362,6 @@ REFUSED: dict[str, tuple[type[nn.Module], Callable[[Any, Tensor], Any], str]] = 
         Forgetful,
         lambda layers, hidden: _each(layers, hidden, [1, 2, 3, 4]),
         r"'layers\.0' took .* out of a container",
-    ),
-    "an output given to a custom function": (
-        Pair,
-        _through_a_custom_function,
-        "past PyTorch's functions",
     ),
 }
 

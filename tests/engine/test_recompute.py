@@ -36,6 +36,7 @@ from tests.kit.engine import (
     plain_step,
     regression_batches,
 )
+from tests.kit.moments import with_gradient
 
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False)
 
@@ -237,10 +238,20 @@ def test_a_gradient_of_a_block_s_output_is_found_at_a_copy_of_it(watch: str) -> 
         check_parity(module, num_microbatches=1, call=partial(call, copies=False))
 
 
+def _in_place(loss: Tensor, term: Tensor) -> Tensor:
+    loss += term
+    return loss
+
+
+def _by_a_custom_function(loss: Tensor, term: Tensor) -> Tensor:
+    return with_gradient(loss, lambda gradient: 2 * gradient) + term
+
+
 @on_any_workers
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_what_is_added_up_in_place_between_blocks_goes_backward_once(
-    num_microbatches: int, workers: Workers
+@pytest.mark.parametrize("add", [_in_place, _by_a_custom_function])
+def test_what_is_added_up_between_blocks_goes_backward_once(
+    add: Callable[[Tensor, Tensor], Tensor], num_microbatches: int, workers: Workers
 ) -> None:
     found: list[Tensor] = []
 
@@ -251,7 +262,7 @@ def test_what_is_added_up_in_place_between_blocks_goes_backward_once(
         for layer in view.layers:
             hidden = layer(hidden) * 0.9
             hidden.register_hook(found.append)
-            loss += hidden.square().mean()
+            loss = add(loss, hidden.square().mean())
         return loss + functional.mse_loss(view.tail(hidden).squeeze(-1), y)
 
     module = Regressor()

@@ -36,9 +36,9 @@ _HOOKED = (
     "whole gradient. Make one and go on with it: `h = h.clone()`, then `h.{}(...)`."
 )
 _PAST_FUNCTIONS = (
-    "{} received an output of a block past PyTorch's functions (a custom autograd.Function, "
-    "probably), where the engine cannot put in its values. Give it a tensor made by an operation, "
-    "`x + 0` say, or move it into a block."
+    "{} received an output of a block past PyTorch's functions (by code in C++, probably), where "
+    "the engine cannot put in its values. Give it a tensor made by an operation, `x + 0` say, or "
+    "move it into a block."
 )
 
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from types import (
     BuiltinFunctionType,
     MethodDescriptorType,
@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from roundpipe_lightning.engine.capture.module_writes import ParameterWrites, Writes, refuse_write
 from roundpipe_lightning.engine.capture.placeholder import (
@@ -368,6 +368,7 @@ class UserCode(TorchFunctionMode):
     @contextmanager
     def active(self) -> Iterator[None]:
         """Watch over the operations until the end of the context: user code runs."""
+        _watch_custom_functions()
         with self.resumed():
             self._modes.is_active = True
             try:
@@ -513,6 +514,15 @@ class UserCode(TorchFunctionMode):
             return args, kwargs
         return map_tensors(lambda x: taken.get(id(x), x), (args, kwargs))
 
+    def cut_off_for_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        cut = self.cut
+        if cut is None or not self._modes.is_active:
+            return args
+        with self.suspended():
+            tensors = sorted(tensors_in(args), key=lambda x: not isinstance(x, LazyTensor))
+            taken = {id(x): cut(x) for x in tensors}
+        return tuple(taken.get(id(x), x) for x in args)
+
     def _with_whole_values(
         self, func: Any, args: Any, kwargs: Any, rounded: RoundedLeaves
     ) -> tuple[Any, Any, Any]:
@@ -592,6 +602,24 @@ class UserCode(TorchFunctionMode):
             return target.bring(value, self.owner_of(value)) if on_other_worker else value
 
         return map_tensors(bring, (args, kwargs))
+
+
+@cache
+def _watch_custom_functions() -> None:
+    """Let what users' `autograd.Function`s take be cut off, too: no mode of torch sees their calls.
+
+    It stays for good; a thread without user code calls them as before.
+    """
+    functions: Any = torch.autograd.Function
+    apply = functions.apply.__func__
+
+    def cut_off_and_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        for mode in _get_current_function_mode_stack():
+            if isinstance(mode, UserCode):
+                args = mode.cut_off_for_function(args)
+        return apply(cls, *args, **kwargs)
+
+    functions.apply = classmethod(cut_off_and_apply)
 
 
 def _is_plain(func: Callable[..., Any]) -> bool:
