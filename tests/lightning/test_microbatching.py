@@ -5,7 +5,7 @@ import os
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,6 +296,57 @@ def test_a_later_batch_that_is_not_as_proven(said: list[str], kind: Any, name: s
     strategy = kind(num_microbatches=2, microbatching="step")
     with pytest.raises(ConfigurationError, match=f"{reason}.*Set microbatching='blocks'"):
         make_trainer(strategy=strategy).fit(Changing(change), data)
+
+
+def _centred(*given: Any) -> Tensor:
+    """Of a block's output, or of a hook's."""
+    x: Tensor = given[-1]
+    return x - x.mean(0)
+
+
+class _Centring(training.Block):
+    is_on = False
+    shares: Sequence[float] = (0.0,)
+    share: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("share", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        share = self.shares[0] + self.share
+        return _centred(x) if self.is_on else share * _centred(x) + (1 - share) * x
+
+
+def _set_entry(module: Any) -> None:
+    module.layers[1].shares = (0.5,)
+
+
+LATER_CHANGES: dict[str, Callable[[Any], object]] = {
+    "an attribute": lambda module: vars(module.layers[1]).update(is_on=True),
+    "an entry": _set_entry,
+    "a buffer": lambda module: module.layers[1].share.fill_(0.5),
+    "a hook": lambda module: module.layers[1].inner.register_forward_hook(_centred),
+    "a hook outside": lambda module: module.head.register_forward_hook(_centred),
+    "a module": lambda module: vars(module.layers[1].norm).update(forward=_centred),
+}
+
+
+@pytest.mark.filterwarnings("ignore::roundpipe_lightning.engine.chain.pieces.WholeBatchWarning")
+@pytest.mark.parametrize("mode", ["auto", "blocks"])
+@pytest.mark.parametrize("change", LATER_CHANGES.values(), ids=LATER_CHANGES)
+def test_rows_that_depend_on_each_other_from_a_later_batch_on(change: Any, mode: Any) -> None:
+    class Changed(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[1] = _Centring()
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                change(self)
+
+    train_alike(Changed, RoundPipeStrategy(num_microbatches=4, microbatching=mode), max_epochs=1)
 
 
 def test_targets_are_counted_without_waiting_for_the_device(

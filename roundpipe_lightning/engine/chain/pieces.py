@@ -46,6 +46,7 @@ from roundpipe_lightning.engine.chain.row_check import (
     candidates,
     joined_in,
     reason_against_pieces,
+    state_of,
 )
 from roundpipe_lightning.engine.chain.values import (
     BlockCall,
@@ -76,6 +77,7 @@ class CallForms:
         self.trusts_rows = trusts_rows
         self.whole: dict[str, str] = {}  # blocks that run on the whole batch, and why
         self.known: dict[Key, CallForm | None] = {}
+        self.states: dict[Key, int] = {}  # of the blocks when they were compared, by `state_of`
         # dimensions of what blocks gave
         self.by_calls: dict[FunctionCalls, Sequence[int | None]] = {}
         #: Gives what runs of a block share, to be compared.
@@ -306,6 +308,11 @@ class DriverForward(ForwardPass):
         form = forms.known.get(key)
         if form is None and key in forms.known:
             return None
+        state = state_of(block, writes)
+        if forms.states.setdefault(key, state) != state:
+            # All are compared once more, from the first block of the next batch on.
+            forms.known.clear()
+            form, forms.states = None, {key: state}
         sizes = None if form is None else self._sizes(arguments, form.arguments)
         if form is not None and sizes is not None:
             return form, sizes, ()

@@ -37,8 +37,10 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     function_of_user,
     has_foreign_saved_tensor_hooks,
     nodes_of,
+    version_of,
 )
 from roundpipe_lightning.engine.capture.trees import Copies, Swap, map_tensors, tensors_in
+from roundpipe_lightning.engine.capture.view import HOOKS
 from roundpipe_lightning.engine.chain.joined import CallForm, JoinedValue, Shadow
 from roundpipe_lightning.engine.chain.values import Given
 from roundpipe_lightning.engine.device.events import StepAborted
@@ -65,6 +67,7 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE = 5e-2  # of narrower types, relative to the largest value
 _BESIDE = {4: 100.0, 5: -100.0}  # what the second piece's rows are multiplied by in further runs
 _MOST_BYTES = 2**24  # of a batch whose number of rows is tried
+_FEW = 9  # entries of a list are attributes of their own
 
 
 class NotByRowsError(Exception):
@@ -150,6 +153,31 @@ def reason_against_pieces(block: nn.Module, writes: ModuleWrites) -> str:
         if getattr(module, "scale_grad_by_freq", False):
             return f"gradients of {name} depend on how often it is used (scale_grad_by_freq)"
     return ""
+
+
+def state_of(
+    module: nn.Module,
+    writes: Sequence[tuple[nn.Module, Mapping[str, Any]]] = (),
+    *,
+    attributes: bool = True,
+) -> int:
+    """Return a number that changes with what a module computes, whatever its parameters are.
+
+    It knows classes and hooks and, of `attributes`, plain values and buffers of one number.
+    """
+    found: list[Any] = []
+    written = {id(one): values for one, values in writes}
+    for one in module.modules():
+        own = vars(one)
+        found += (id(one), id(type(one).forward), id(own.get("forward")))
+        found += (tuple(own[table]) for table in HOOKS)
+        if attributes:
+            held = [*own.values(), *written.get(id(one), {}).values()]
+            held += [x for v in held if type(v) in (list, tuple) and len(v) < _FEW for x in v]
+            found += (v for v in held if isinstance(v, _PLAIN))
+            buffers = (b for b in own["_buffers"].values() if b is not None and b.numel() == 1)
+            found += ((id(b), version_of(b)) for b in buffers)
+    return hash(tuple(found))
 
 
 class RowTrial:

@@ -25,6 +25,7 @@ from torchmetrics import Metric, MetricCollection
 
 from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.chain.chain import BlockStack
+from roundpipe_lightning.engine.chain.row_check import state_of
 from roundpipe_lightning.engine.microbatch import loss_of
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion, LossMode
@@ -187,6 +188,8 @@ def prove(
         )
         read: list[tuple[str, Callable[[], Any]]] = sorted(of_modules, key=itemgetter(0))
         read += [(name, partial(table.get, name)) for table, name in variables_of_code(module)]
+        read += [("an attribute or a hook of a block", partial(state_of, b)) for b in blocks]
+        read.append(("a hook or a module", partial(state_of, module, attributes=False)))
         return kind, read
     except Unproven:
         raise
