@@ -218,6 +218,23 @@ def test_stages_that_user_code_interrupts() -> None:
     assert result.num_streamed  # until a plan knows where
 
 
+class IntoView(Regressor):
+    """Blocks' outputs are added up in a view that was made before them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.head(batch[0])
+        sums = hidden * 2
+        part = sums[:, 1:]
+        for layer in self.layers:
+            hidden = layer(hidden)
+            part += hidden[:, 1:]
+        return functional.mse_loss(self.tail(hidden).squeeze(-1), batch[1]) + sums.square().mean()
+
+
+def test_gradients_that_come_through_a_later_segment_alone() -> None:
+    check(IntoView(), partition=Partition.parse("forward 1 1 1 | backward 1 1 1 1"))
+
+
 class KeepsScale(Block):
     """Updates a buffer with the mean of what it gets, and divides by it."""
 

@@ -318,6 +318,18 @@ def test_what_is_written_into_a_block_s_output_is_seen_by_all(
     )
 
 
+def test_a_part_of_an_earlier_tensor_is_not_written_into() -> None:
+    def call(view: Any, batch: Any, index: int) -> Any:
+        hidden = view.head(batch[0])
+        sums = hidden * 1.0
+        hidden = view.run_blocks(hidden) * 0.9
+        sums[:, 0].add_(hidden[:, 0])
+        return (hidden + sums).mean()
+
+    with pytest.raises(CaptureError, match=r"`add_` writes into a part of a tensor .*x\.clone\(\)"):
+        check_parity(Regressor(), call=call)
+
+
 def test_double_backward_works_where_blocks_are_not_recomputed() -> None:
     def call(view: Any, batch: Any, index: int) -> Any:
         x, y = batch

@@ -107,7 +107,9 @@ class BackwardPass:
                 roots.append((tensor, gradient.take(self._user.worker_of(tensor))))
         if roots:
             self._run_graph([t for t, _ in roots], [g for _, g in roots], below=number)
-            self._sources.fetch_gradients(segment.leaves)
+        # A later segment's graph may have reached the leaves, even where nothing else does.
+        self._sources.fetch_gradients(segment.leaves)
+        if roots:
             self.collect(self._made_below(number))
         for call in self.forward.calls:
             if call.segment == number:

@@ -188,7 +188,7 @@ class Segments:
             with torch.set_grad_enabled(bool(writer) or torch.is_grad_enabled()):
                 return value.materialize() if torch.is_grad_enabled() else value.detached()
         if writer:
-            self._check_bare(tensor, writer)
+            self._check_written(tensor, writer)
         if not torch.is_grad_enabled() or not self.is_earlier(tensor):
             return tensor
         if not writer:
@@ -200,8 +200,15 @@ class Segments:
                 tensor.detach_().copy_(self.sources.leaf(self.last.leaves, before, stays=True))
         return tensor
 
-    def _check_bare(self, tensor: Tensor, writer: str) -> None:
+    def _check_written(self, tensor: Tensor, writer: str) -> None:
         with self.user.suspended():
+            base = tensor._base if tensor._is_view() else None  # noqa: SLF001 - nobody else says so
+            if any(base is leaf for leaf in self.last.leaves.values()):
+                raise CaptureError(
+                    f"`{writer}` writes into a part of a tensor that was made before block "
+                    f"{self.calls[-1].name!r} was called. Write into the tensor itself "
+                    "(`x[:, 0] = ...`), or after the block into a copy (`x = x.clone()`)."
+                )
             for bare, block in self.bare:
                 if bare.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
                     raise GlueError(WRITTEN.format(writer, block))
