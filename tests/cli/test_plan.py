@@ -471,6 +471,7 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["nodes=[rtx4090x4,rtx409x4]"], "The nearest are rtx4090"),
         (["trainer.strategy.host_share=-1"], "host_share=-1: give a number above 0"),
         (["trainer.strategy.memory_share=2"], "memory_share=2: give this host's part"),
+        (["seed=abc"], "seed='abc': give a whole number"),
         (["output=jsn"], "output=jsn is not one of text, json"),
         (["trainer.strategy.loss=fusd"], "set 'auto', 'fused' or 'eager'"),
         (["trainer.precision=bf16-mix"], "The nearest is bf16-mixed"),

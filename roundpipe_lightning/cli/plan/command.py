@@ -443,6 +443,7 @@ def plan(config: DictConfig) -> PlanOutput:
         raise ConfigurationError(f"output={config.output} is not one of text, json.")
     for name in ("train", "longest"):
         check_switch(name, config[name])
+    whole("seed", config.seed, least=0)
     counts, machines = read_nodes(config)
     job, *more = [Job(_for_hosts(config, count, machines)) for count in counts or [1]]
     if job.strategy is None:
