@@ -474,6 +474,14 @@ class OfTwoTokens(Regressor):
         return self(torch.stack([x, -x], 1)).square().mean()
 
 
+def test_a_larger_batch_is_compared_once_more() -> None:
+    module = Regressor(make_block=lambda: Branches(lambda x: len(x) > ROWS - 2))
+    with engine_for(module, num_workers=2, num_microbatches=3) as engine:
+        compare(module, engine, num_rows=3)
+        with pytest.warns(WholeBatchWarning, match="other rows"):
+            compare(module, engine)
+
+
 def test_a_batch_of_one_row_says_nothing_of_larger_ones() -> None:
     module = OfTwoTokens(make_block=Loudest)
     with engine_for(module, num_workers=2, num_microbatches=4) as engine:

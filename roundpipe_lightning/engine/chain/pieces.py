@@ -77,7 +77,8 @@ class CallForms:
         self.trusts_rows = trusts_rows
         self.whole: dict[str, str] = {}  # blocks that run on the whole batch, and why
         self.known: dict[Key, CallForm | None] = {}
-        self.states: dict[Key, int] = {}  # of the blocks when they were compared, by `state_of`
+        # of the blocks when they were compared, by `state_of`, and the rows of that batch
+        self.states: dict[Key, tuple[int, int]] = {}
         # dimensions of what blocks gave
         self.by_calls: dict[FunctionCalls, Sequence[int | None]] = {}
         #: Gives what runs of a block share, to be compared.
@@ -308,12 +309,13 @@ class DriverForward(ForwardPass):
         form = forms.known.get(key)
         if form is None and key in forms.known:
             return None
-        state = state_of(block, writes)
-        if forms.states.setdefault(key, state) != state:
+        sizes = None if form is None else self._sizes(arguments, form.arguments)
+        state, num_rows = state_of(block, writes), sum(sizes or ())
+        before, most_rows = forms.states.setdefault(key, (state, num_rows))
+        if before != state or num_rows > most_rows:
             # All are compared once more, from the first block of the next batch on.
             forms.known.clear()
-            form, forms.states = None, {key: state}
-        sizes = None if form is None else self._sizes(arguments, form.arguments)
+            form, forms.states = None, {key: (state, num_rows)}
         if form is not None and sizes is not None:
             return form, sizes, ()
         return self._tried(key, block, given, arguments, position)
@@ -347,6 +349,7 @@ class DriverForward(ForwardPass):
                 reason = str(error) if not reason or error.__cause__ is None else reason
                 continue
             forms.put(key, form, kind=type(block), name=name, reason="")
+            forms.states[key] = forms.states[key][0], sum(sizes)
             return form, sizes, shadows
         if not few:
             reason = reason or "no dimension of its arguments is the batch's"
