@@ -128,10 +128,15 @@ def _with_run(config: DictConfig, checkpoint: Path | None) -> DictConfig:
     run = None if checkpoint is None else run_folder(checkpoint)
     filled = config.copy()
     OmegaConf.set_struct(filled, False)
-    saved: Any = {} if run is None else OmegaConf.load(run / "config.yaml")
+    saved: Any = OmegaConf.create() if run is None else OmegaConf.load(run / "config.yaml")
     for group in ("model", "module", "peft"):
         given = filled.get(group) or {}
         if "_target_" not in given:  # changes to the run's
+            if given and not OmegaConf.select(saved, f"{group}._target_"):
+                raise ConfigurationError(
+                    f"+{group}.{next(iter(given))}=...: the run of the checkpoint has no {group} "
+                    f"that it could change. Leave it out, or choose one with {group}=..."
+                )
             filled[group] = OmegaConf.merge(saved.get(group) or {}, given) or None
     if filled.model is None:
         raise ConfigurationError(

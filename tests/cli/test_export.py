@@ -205,6 +205,7 @@ def test_the_checkpoint_of_another_model(run: Path) -> None:
             CheckpointError,
             r"no earlier export",
         ),
+        (["ckpt_path={good}", "+peft.r=3"], ConfigurationError, r"^\+peft\.r=.* has no peft that"),
         (["ckpt_path={short}"], CheckpointError, r"short\.ckpt"),
         (["ckpt_path={other}"], CheckpointError, r"is no checkpoint of Lightning"),
         (["ckpt_path={hub}"], CheckpointError, r"is a folder of Hugging Face, not a checkpoint"),
