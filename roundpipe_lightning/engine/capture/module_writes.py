@@ -91,14 +91,20 @@ class ParameterWrites:
 
     Args:
         is_watched: Whether writes in place are looked for, too, and not only other memory.
+        compares: Whether one that changes nothing (a clamp far away, as Gemma 3n's) is none.
         leaf: Returns what stands for a parameter. Called before that is written into, or its memory
             is handed out.
     """
 
     def __init__(
-        self, *, is_watched: bool, leaf: Callable[[nn.Parameter], nn.Parameter] = lambda p: p
+        self,
+        *,
+        is_watched: bool,
+        compares: bool = False,
+        leaf: Callable[[nn.Parameter], nn.Parameter] = lambda p: p,
     ) -> None:
         self.is_watched = is_watched
+        self._compares = compares
         self._leaf = leaf
         self._written: dict[nn.Parameter, Tensor | None] = {}  # with values before, where known
         self._given: list[tuple[nn.Parameter, Tensor, int]] = []  # with their versions
@@ -113,7 +119,7 @@ class ParameterWrites:
             for x in first if isinstance(first, (list, tuple)) else (first,):
                 leaf = self._leaf(x) if isinstance(x, nn.Parameter) else self._owner_of(x)
                 if leaf is not None and leaf not in self._written:
-                    self._written[leaf] = leaf.detach().clone()
+                    self._written[leaf] = leaf.detach().clone() if self._compares else None
             return None
         if type(func) is not types.MethodWrapperType or not isinstance(args[0], nn.Parameter):
             return None
@@ -136,10 +142,9 @@ class ParameterWrites:
         return bool(self._written or self._given or self._replaced)
 
     def take_written(self, *, keeps: bool = False) -> Sequence[nn.Parameter]:
-        """Return what has other values now or had other memory in the end, each once.
+        """Return what was written to or had other memory in the end, each once.
 
-        Other memory is taken back; its values are kept if it `keeps` them. A write that changed
-        nothing (a clamp far away, as Gemma 3n's) is none.
+        Other memory is taken back; its values are kept if it `keeps` them.
         """
         if not self.may_be_any:
             return ()

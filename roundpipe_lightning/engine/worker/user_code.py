@@ -392,7 +392,7 @@ class UserCode(TorchFunctionMode):
         """
         self._resident, self._gathers = resident, gathers and self._crosses
         outer, stream = self._parameter_writes, self.stream
-        self._parameter_writes = inner = ParameterWrites(is_watched=True)
+        self._parameter_writes = inner = ParameterWrites(is_watched=True, compares=True)
         if stream is not None:
             stream.begin_block(number)
         try:
