@@ -237,7 +237,11 @@ def _through(layers: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
-@pytest.mark.parametrize("bare", [Tensor.detach, lambda x: x.data, lambda x: x.detach().view(-1)])
+@pytest.mark.parametrize(
+    "bare",
+    [Tensor.detach, lambda x: x.data, lambda x: x.detach().view(-1)],
+    ids=["detached", "data", "view"],
+)
 def test_writing_into_an_output_past_its_graph(bare: Callable[[Tensor], Tensor]) -> None:
     def step(layers: Any, hidden: Tensor) -> Any:
         for layer in layers:

@@ -210,7 +210,7 @@ class Segments:
                     "(`x[:, 0] = ...`), or after the block into a copy (`x = x.clone()`)."
                 )
             for bare, block in self.bare:
-                if bare.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+                if torch._C._is_alias_of(bare, tensor):  # type: ignore[attr-defined]  # noqa: SLF001
                     raise GlueError(WRITTEN.format(writer, block))
 
     def check_gradient(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
