@@ -152,7 +152,7 @@ def test_model_without_blocks_trains_as_one_stage() -> None:
 
 PROGRAMS = """
     clip summed_loss vae byol stateful_rnn detection encoder_decoder metrics graphs running_scales
-    kept_balance mixtral past_arguments target_network
+    kept_balance mixtral past_arguments target_network written_outputs
 """.split()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -31,6 +32,12 @@ from roundpipe_lightning.errors import CaptureError, GlueError
 USED_ELSEWHERE = (
     "Block {!r} made a tensor that {} gets by another way than its arguments (a closure, a global "
     "or an attribute): its gradient would be lost. Hand it to the block as an argument."
+)
+
+_TWO_NAMES = (
+    "`{}` writes into a tensor that the step has known since before block {!r} was called, by a "
+    "view (`part = x[:, :4]`) or as what the view is of: the other would not see the change. Write "
+    "by `x[:, :4] = ...`, take the view after the write, or work on a copy (`x = x.clone()`)."
 )
 
 
@@ -66,6 +73,9 @@ class Segments:
         self._thread = threading.get_ident()
         self._moved: dict[Tensor, int] = {}  # copies that were made later than what they copy
         self.copied: list[Value] = []  # those of which user code has a copy
+        # copies of earlier segments, which views of the user's may hold
+        self._earlier_copies: list[tuple[weakref.ref[Tensor], Value]] = []
+        self._num_uses: dict[Tensor, int] = {}  # of leaves' memory, when they were made
         # given without a graph since the last call, with the blocks' names
         self.bare: list[tuple[Tensor, str]] = []
 
@@ -134,26 +144,26 @@ class Segments:
 
     def for_user(self, value: Value) -> Tensor:
         """Return a value as part of the last segment's graph, always the same tensor of it."""
-        if value.copy is None or value.copy_segment != self.number:
-            source = value.latest
+        is_own = value.copy_segment == self.number or value.is_written
+        if value.copy is None or not is_own:
             if value.segment == self.number and value.here is not None:
                 tensor = value.here
             elif self.backward:
-                tensor = self.sources.leaf(self.last.leaves, source)
+                tensor = self.sources.leaf(self.last.leaves, value)
             else:
-                tensor = self.sources.here(source)
-            if value.copy is None:
-                self.copied.append(value)
+                tensor = self.sources.here(value)
+            self.copied.append(value)
             # User code may write into a block's output: a leaf would refuse, and others read it.
             value.copy = tensor.clone() if tensor.is_leaf else tensor
-            value.copy_segment = self.number
-            value.copy_version = -1 if source is not value else version_of(value.copy)
+            value.copy_segment, value.copy_version = self.number, version_of(value.copy)
         return value.copy
 
     def forget_copies(self) -> None:
         """Forget copies that the user's code has not written into."""
         for value in self.copied:
-            value.copy = value.copy if value.is_written else None
+            if value.copy is not None and not value.is_written:
+                self._earlier_copies.append((weakref.ref(value.copy), value))
+                value.copy = None
         self.copied = [value for value in self.copied if value.copy is not None]
 
     def as_written(self, given: Given) -> Given:
@@ -185,14 +195,20 @@ class Segments:
         """
         if isinstance(tensor, LazyTensor):
             value: Value = tensor.value
-            with torch.set_grad_enabled(bool(writer) or torch.is_grad_enabled()):
-                return value.materialize() if torch.is_grad_enabled() else value.detached()
+            if not writer and not torch.is_grad_enabled():
+                return value.detached()
+            with torch.enable_grad():
+                tensor = value.materialize()
+            if writer and any(ref() is not None for ref, v in self._earlier_copies if v is value):
+                raise CaptureError(_TWO_NAMES.format(writer, self.calls[-1].name))
         if writer:
             self._check_written(tensor, writer)
         if not torch.is_grad_enabled() or not self.is_earlier(tensor):
             return tensor
         if not writer:
-            return self.sources.leaf(self.last.leaves, tensor)
+            leaf = self.sources.leaf(self.last.leaves, tensor)
+            self._num_uses.setdefault(leaf, _num_uses(leaf))
+            return leaf
         if not tensor._is_view():  # noqa: SLF001 - a view cannot leave its graph
             with self.user.suspended():
                 before = tensor.clone()
@@ -202,13 +218,14 @@ class Segments:
 
     def _check_written(self, tensor: Tensor, writer: str) -> None:
         with self.user.suspended():
-            base = tensor._base if tensor._is_view() else None  # noqa: SLF001 - nobody else says so
-            if any(base is leaf for leaf in self.last.leaves.values()):
-                raise CaptureError(
-                    f"`{writer}` writes into a part of a tensor that was made before block "
-                    f"{self.calls[-1].name!r} was called. Write into the tensor itself "
-                    "(`x[:, 0] = ...`), or after the block into a copy (`x = x.clone()`)."
-                )
+            base = tensor._base if tensor._is_view() else tensor  # noqa: SLF001 - nobody else says so
+            found = [segment.leaves[base] for segment in self._all if base in segment.leaves]
+            if (
+                any(base is leaf for leaf in self.last.leaves.values())
+                or any(base is ref() and value.has_lazy for ref, value in self._earlier_copies)
+                or any(_num_uses(x) > self._num_uses.get(x, _num_uses(x)) for x in found)
+            ):
+                raise CaptureError(_TWO_NAMES.format(writer, self.calls[-1].name))
             for bare, block in self.bare:
                 if torch._C._is_alias_of(bare, tensor):  # type: ignore[attr-defined]  # noqa: SLF001
                     raise GlueError(WRITTEN.format(writer, block))
@@ -249,6 +266,8 @@ class Segments:
         self._all.clear()
         self._moved.clear()
         self.copied.clear()
+        self._earlier_copies.clear()
+        self._num_uses.clear()
         self.bare.clear()
 
 
@@ -272,6 +291,12 @@ def rows_to_come(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> dict[Tens
                 rows[leaf].append(node._saved_indices.flatten())  # noqa: SLF001
     none = torch.empty(0, dtype=torch.int64)
     return {leaf: torch.cat(found) if found else none for leaf, found in rows.items()}
+
+
+def _num_uses(tensor: Tensor) -> int:
+    """Return how many tensors share a tensor's memory."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))  # noqa: SLF001
 
 
 def _next_node() -> int:

@@ -236,7 +236,7 @@ class Value(Reference):
         self.form = form
         self.is_wanted: Callable[[], bool] = lambda: False
         self.copy: Tensor | None = None
-        self.copy_version = 0  # of the copy when it was made; -1: it is of a written one
+        self.copy_version = 0  # of the copy when it was made
         self.copy_segment = 0
         self._lazy: weakref.ref[LazyTensor] | None = None
         self._kept_lazy = self.lazy() if in_object else None
@@ -246,7 +246,7 @@ class Value(Reference):
         """Whether the user's code still has the lazy tensor, and could use the values."""
         if self.in_object:
             return False
-        return (self._lazy is not None and self._lazy() is not None) or self.is_wanted()
+        return self.has_lazy or self.is_wanted()
 
     @property
     def is_written(self) -> bool:
@@ -256,6 +256,10 @@ class Value(Reference):
     @property
     def latest(self) -> Value | Tensor:
         return self.copy if self.copy is not None and self.is_written else self
+
+    @property
+    def has_lazy(self) -> bool:
+        return self._lazy is not None and self._lazy() is not None
 
     def lazy(self) -> LazyTensor:
         known = None if self._lazy is None else self._lazy()

@@ -506,10 +506,10 @@ class UserCode(TorchFunctionMode):
 
     def _cut_off(self, cut: Callable[..., Tensor], name: str, args: Any, kwargs: Any) -> Any:
         """Put leaves in for tensors of earlier segments; one that is written into stays."""
-        written = args[0] if args and writes_first(name) else kwargs.get("out")
+        written = set(map(id, tensors_in(args[:1] if writes_first(name) else kwargs.get("out"))))
         # A lazy tensor may begin a segment, which makes the other tensors those of an earlier one.
         tensors = sorted(tensors_in((args, kwargs)), key=lambda x: not isinstance(x, LazyTensor))
-        taken = {id(x): cut(x, writer=name if x is written else "") for x in tensors}
+        taken = {id(x): cut(x, writer=name if id(x) in written else "") for x in tensors}
         if all(taken[id(x)] is x for x in tensors):
             return args, kwargs
         return map_tensors(lambda x: taken.get(id(x), x), (args, kwargs))
