@@ -474,12 +474,15 @@ class OfTwoTokens(Regressor):
         return self(torch.stack([x, -x], 1)).square().mean()
 
 
-def test_a_larger_batch_is_compared_once_more() -> None:
-    module = Regressor(make_block=lambda: Branches(lambda x: len(x) > ROWS - 2))
+@pytest.mark.parametrize(
+    ("limit", "first", "then"), [(ROWS - 2, 3, ROWS), (1, ROWS, 3)], ids=["larger", "smaller"]
+)
+def test_a_batch_of_other_size_is_compared_once_more(limit: int, first: int, then: int) -> None:
+    module = Regressor(make_block=lambda: Branches(lambda x: len(x) > limit))
     with engine_for(module, num_workers=2, num_microbatches=3) as engine:
-        compare(module, engine, num_rows=3)
+        compare(module, engine, num_rows=first)
         with pytest.warns(WholeBatchWarning, match="other rows"):
-            compare(module, engine)
+            compare(module, engine, num_rows=then)
 
 
 def test_a_batch_of_one_row_says_nothing_of_larger_ones() -> None:

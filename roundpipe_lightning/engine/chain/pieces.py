@@ -77,8 +77,8 @@ class CallForms:
         self.trusts_rows = trusts_rows
         self.whole: dict[str, str] = {}  # blocks that run on the whole batch, and why
         self.known: dict[Key, CallForm | None] = {}
-        # of the blocks when they were compared, by `state_of`, and the rows of that batch
-        self.states: dict[Key, tuple[int, int]] = {}
+        # of the blocks when they were compared, by `state_of`, and the rows of those batches
+        self.states: dict[Key, tuple[int, set[int]]] = {}
         # dimensions of what blocks gave
         self.by_calls: dict[FunctionCalls, Sequence[int | None]] = {}
         #: Gives what runs of a block share, to be compared.
@@ -310,13 +310,13 @@ class DriverForward(ForwardPass):
         if form is None and key in forms.known:
             return None
         sizes = None if form is None else self._sizes(arguments, form.arguments)
-        state, num_rows = state_of(block, writes), sum(sizes or ())
-        before, most_rows = forms.states.setdefault(key, (state, num_rows))
-        if before != state or num_rows > most_rows:
+        state = state_of(block, writes)
+        before, compared = forms.states.setdefault(key, (state, set()))
+        if before != state:
             # All are compared once more, from the first block of the next batch on.
             forms.known.clear()
-            form, forms.states = None, {key: (state, num_rows)}
-        if form is not None and sizes is not None:
+            form, forms.states = None, {key: (state, set())}
+        if form is not None and sizes is not None and sum(sizes) in compared:
             return form, sizes, ()
         return self._tried(key, block, given, arguments, position)
 
@@ -349,7 +349,7 @@ class DriverForward(ForwardPass):
                 reason = str(error) if not reason or error.__cause__ is None else reason
                 continue
             forms.put(key, form, kind=type(block), name=name, reason="")
-            forms.states[key] = forms.states[key][0], sum(sizes)
+            forms.states[key][1].add(sum(sizes))
             return form, sizes, shadows
         if not few:
             reason = reason or "no dimension of its arguments is the batch's"
