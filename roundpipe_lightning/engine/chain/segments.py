@@ -34,6 +34,12 @@ USED_ELSEWHERE = (
     "or an attribute): its gradient would be lost. Hand it to the block as an argument."
 )
 
+_MADE_IN = "roundpipe_made_in"
+"""Attribute of a copy that was made later than what it copies: the segment of that."""
+
+_NUM_USES = "roundpipe_num_uses"
+"""Attribute of a leaf: how many tensors shared its memory when it was made."""
+
 _TWO_NAMES = (
     "`{}` writes into a tensor that the step has known since before block {!r} was called, by a "
     "view (`part = x[:, :4]`) or as what the view is of: the other would not see the change. Write "
@@ -71,11 +77,9 @@ class Segments:
         self.last = Segment(start=0, first_node=0, is_fused=not self.turns.in_forward_stage)
         self._all = [self.last]
         self._thread = threading.get_ident()
-        self._moved: dict[Tensor, int] = {}  # copies that were made later than what they copy
         self.copied: list[Value] = []  # those of which user code has a copy
         # copies of earlier segments, which views of the user's may hold
         self._earlier_copies: list[tuple[weakref.ref[Tensor], Value]] = []
-        self._num_uses: dict[Tensor, int] = {}  # of leaves' memory, when they were made
         # given without a graph since the last call, with the blocks' names
         self.bare: list[tuple[Tensor, str]] = []
 
@@ -94,8 +98,8 @@ class Segments:
 
     def made_in(self, tensor: Tensor) -> int:
         node = tensor.grad_fn
-        if node is None or tensor in self._moved:
-            return self._moved.get(tensor, 0)
+        if node is None or _MADE_IN in vars(tensor):
+            return int(vars(tensor).get(_MADE_IN, 0))
         number = node._sequence_nr()  # noqa: SLF001
         return max(i for i, segment in enumerate(self._all) if segment.first_node <= number)
 
@@ -207,12 +211,12 @@ class Segments:
             return tensor
         if not writer:
             leaf = self.sources.leaf(self.last.leaves, tensor)
-            self._num_uses.setdefault(leaf, _num_uses(leaf))
+            vars(leaf).setdefault(_NUM_USES, _num_uses(leaf))
             return leaf
         if not tensor._is_view():  # noqa: SLF001 - a view cannot leave its graph
             with self.user.suspended():
                 before = tensor.clone()
-                self._moved[before] = self.made_in(tensor)
+                vars(before)[_MADE_IN] = self.made_in(tensor)
                 tensor.detach_().copy_(self.sources.leaf(self.last.leaves, before, stays=True))
         return tensor
 
@@ -223,7 +227,7 @@ class Segments:
             if (
                 any(base is leaf for leaf in self.last.leaves.values())
                 or any(base is ref() and value.has_lazy for ref, value in self._earlier_copies)
-                or any(_num_uses(x) > self._num_uses.get(x, _num_uses(x)) for x in found)
+                or any(_NUM_USES in vars(x) and _num_uses(x) > vars(x)[_NUM_USES] for x in found)
             ):
                 raise CaptureError(_TWO_NAMES.format(writer, self.calls[-1].name))
             for bare, block in self.bare:
@@ -264,10 +268,8 @@ class Segments:
         for segment in self._all:
             segment.leaves.clear()
         self._all.clear()
-        self._moved.clear()
         self.copied.clear()
         self._earlier_copies.clear()
-        self._num_uses.clear()
         self.bare.clear()
 
 
