@@ -195,6 +195,7 @@ REFUSED = {
     "architecture": (["model.architecture.model_type=x"], ConfigurationError, "model_type='x'"),
     "microbatches": (["partition.num_microbatches=0"], ConfigurationError, "num_microbatches"),
     "folder": (["model.weights=pretrained", "model.hub_name=."], ModelSourceError, "local folder"),
+    "hub": (["model=qwen3_0_6b", "model.weights=pretrained"], ModelSourceError, "HF_HUB_OFFLINE"),
     "split": (["data.batch_size=3"], BatchError, "data.batch_size=3"),
     "steps": (["scheduler.num_warmup_steps=-1"], ConfigurationError, "num_warmup_steps=-1"),
     "a group of ours": (["+trainer.logger=false"], ConfigurationError, "choose logger=..."),
