@@ -16,6 +16,7 @@ from roundpipe_commands import EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT, plan
 from roundpipe_lightning import Plan
 from roundpipe_lightning.cli.job import Job, MetaModel
 from roundpipe_lightning.cli.plan import command as plan_module
+from roundpipe_lightning.cli.plan.answer import cheapest_changes
 from roundpipe_lightning.cli.plan.command import PlanOutput, run
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.work.work_profile import work_profile
@@ -318,6 +319,11 @@ def test_the_global_batch_is_divided_among_hosts(ask: Ask) -> None:
     hosts = ask.json("global_batch_size=16", "nodes=[rtx4090x4,rtx4090x1]")["hosts"]
     assert sum(host["batch_size"] for host in hosts) == 16
     assert "global_batch_size" not in ask.text(*given, "nodes=[rtx4090x4,rtx4090x1]")
+    job = Job(
+        configure(ask.folder, *given, "hardware.host_memory=17MiB", "nodes=2"), models=_models
+    )
+    changes = [remedy.change.overrides for remedy, _ in cheapest_changes(job, count=9)]
+    assert ("nodes=4", "global_batch_size=16") in changes, "the key that training reads"
 
 
 def test_uneven_hosts_get_parts_of_the_batch_by_their_speed(ask: Ask) -> None:

@@ -271,11 +271,9 @@ def _free_changes(job: Job) -> Iterator[_Row]:
         key = "partition.num_microbatches"
         yield Price.NOTHING, f"{key}={count}", {key: count}, same
     if size % 2 == 0 and job.num_microbatches is None:
-        keys = {
-            "data.batch_size": size // 2,
-            "trainer.accumulate_grad_batches": 2 * job.num_batches,
-        }
-        yield Price.NOTHING, _overrides(keys), keys, same
+        batches = {"trainer.accumulate_grad_batches": 2 * job.num_batches}
+        overrides = f"{_batch(job, size // 2, job.num_nodes)} {_overrides(batches)}"
+        yield Price.NOTHING, overrides, {"data.batch_size": size // 2, **batches}, same
     if job.source.is_pretrained and job.is_adapted and not job.source.keeps_weights_in_files:
         mapped = {"model.frozen_weights": "mmap"}
         cost = "the same results; weights come from the disk"
@@ -388,7 +386,7 @@ def _more_hosts(job: Job, seen: Callable[[Job], TrainingJob]) -> Iterator[_Row]:
             continue
         if fits_memory(seen(job.with_changes(keys))):
             cost = f"the same results but for rounding, on {num} such hosts"
-            yield Price.HOST_MEMORY, f"nodes={num} data.batch_size={size}", keys, cost
+            yield Price.HOST_MEMORY, f"nodes={num} {_batch(job, size, num)}", keys, cost
             return
 
 
@@ -417,6 +415,13 @@ def _host_adamw(job: Job) -> dict[str, Any] | None:
     elif given["_target_"] != _HOST_ADAMW:
         return None
     return {"moments": "fp32", "offload": None, **given, "_target_": _HOST_ADAMW}
+
+
+def _batch(job: Job, size: int, num_nodes: int) -> str:
+    """The override that gives each host a batch of a size."""
+    if job.config.global_batch_size is None:
+        return f"data.batch_size={size}"
+    return f"global_batch_size={size * num_nodes}"
 
 
 def _overrides(keys: Mapping[str, Any]) -> str:
@@ -546,6 +551,7 @@ def uneven(job: Job, machines: Sequence[str]) -> list[HostPlan]:
     def planned(machine: str) -> HostPlan:
         changes = {
             "hardware_file": machine,
+            "global_batch_size": None,
             "trainer.accelerator": "auto",
             "trainer.devices": "auto",
             "trainer.num_nodes": len(machines),
