@@ -353,7 +353,6 @@ class Job:
                 precision=self.precision,
                 options=replace(self.options, hardware=self.hardware),
                 optimizers=self._optimizers(),
-                mapped=self.source.keeps_weights_in_files,
                 accumulates=self.num_batches > 1,
                 clips=bool(self.config.trainer.get("gradient_clip_val")),
                 parameter_work=self.model.parameter_work,

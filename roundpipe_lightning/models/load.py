@@ -85,7 +85,7 @@ def load_pretrained(source: ModelSource, *, config: PreTrainedConfig) -> PreTrai
     model.config.name_or_path = model.name_or_path = name
     _load_generation_config(model, name, hub_options=hub_options)
     if mapped is not None and source.maps_weights:
-        map_frozen(model, mapped)
+        map_frozen(model, lambda _, each: mapped.get(each.data_ptr()))
     if source.quantizes:
         quantize_frozen(model, source.frozen_bits)
     if mapped is not None and not source.maps_weights:
@@ -107,20 +107,17 @@ def _check_memory(
     Of `mapped` files a parameter takes none where a tensor has its shape and dtype.
     """
     dtype = source.parameter_dtype or getattr(config, "dtype", None) or torch.float32
-    there = {
-        tuple(tensor.shape)
-        for tensor in (mapped or {}).values()
-        if _DTYPES.get(tensor.get_dtype()) == dtype
-    }
-    read = [each.numel() for each in skeleton.parameters() if tuple(each.shape) not in there]
-    saved = 0.0
+    there = _shapes_of(mapped or {}, dtype)
+    packed: set[nn.Parameter] = set()
     if source.quantizes:
         skeleton.requires_grad_(False)
-        packed = sum(getattr(*found).numel() for found in quantizable_weights(skeleton))
-        storage = ParameterStorage(frozen_bits=source.frozen_bits)
-        saved = storage.saved_bytes(packed, packed * dtype.itemsize)
+        packed = {getattr(*found) for found in quantizable_weights(skeleton)}
+    read = packed | {each for each in skeleton.parameters() if tuple(each.shape) not in there}
+    num = sum(each.numel() for each in packed)
+    storage = ParameterStorage(frozen_bits=source.frozen_bits)
     check_host_memory(
-        sum(read) * dtype.itemsize - saved,
+        sum(each.numel() for each in read) * dtype.itemsize
+        - storage.saved_bytes(num, num * dtype.itemsize),
         what=f"Reading {source.hub_name!r}",
         way_out="Use a machine with more, model.dtype=bfloat16, or, where adapters alone are "
         "trained, model.frozen_weights=mmap or peft.frozen_bits=4."
@@ -128,6 +125,43 @@ def _check_memory(
         else "Its files have these weights in another dtype or in parts: on a machine with more, "
         "roundpipe-export original_layout=false writes a folder that can be mapped whole.",
     )
+
+
+def _shapes_of(tensors: Mapping[str, Any], dtype: torch.dtype) -> set[tuple[int, ...]]:
+    """The shapes of tensors in files that have a dtype: what parameters may be views of."""
+    there = (each for each in tensors.values() if _DTYPES.get(each.get_dtype()) == dtype)
+    return {tuple(tensor.shape) for tensor in there}
+
+
+def map_without_values(model: PreTrainedModel, source: ModelSource) -> None:
+    """Have a model on the meta device know which parameters will stay in their files.
+
+    A local folder is looked at; what the hub has is as published: in the configuration's dtype, and
+    in the parts that transformers puts together.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    name, dtype = str(source.hub_name), next(model.parameters()).dtype
+    if Path(name).is_dir():
+        files = find_weight_files(name, hub_options=source.hub_options)
+        with opened(files, mapped={}) as tensors:
+            there = _shapes_of(tensors, dtype)
+        map_frozen(model, lambda _, each: files[0] if tuple(each.shape) in there else None)
+        return
+    put_together = [
+        pattern
+        for each in get_model_conversion_mapping(model)
+        if isinstance(each, WeightConverter)
+        for pattern in each.target_patterns
+    ]
+    as_published = dtype == getattr(source.load_config(), "dtype", None)
+
+    def find_file(key: str, _: nn.Parameter) -> Path | None:
+        is_one = as_published and not any(pattern in key for pattern in put_together)
+        return Path(name) if is_one else None
+
+    map_frozen(model, find_file)
 
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}

@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
-from roundpipe_lightning.models.load import load_pretrained, seeded
+from roundpipe_lightning.models.load import load_pretrained, map_without_values, seeded
 from roundpipe_lightning.models.quantized import quantize_frozen
 from roundpipe_lightning.models.weight_files import (
     check_can_map,
@@ -205,10 +205,10 @@ class ModelSource:
             model = self._load_pretrained()
         else:
             model = self._from_config()
+            if self.keeps_weights_in_files:  # on the meta device: as `load_pretrained` does
+                map_without_values(model, self)
             if self.quantizes:
                 quantize_frozen(model, self.frozen_bits)
-            elif self.keeps_weights_in_files:  # on the meta device: as `load_pretrained` does
-                model.requires_grad_(False)
         model.train()
         return model
 

@@ -19,7 +19,7 @@ import socket
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -305,11 +305,11 @@ def check_can_map() -> None:
         )
 
 
-def map_frozen(model: nn.Module, files: Mapping[int, Path]) -> None:
+def map_frozen(model: nn.Module, find_file: Callable[[str, nn.Parameter], Path | None]) -> None:
     """Freeze a model and make the parameters that are views of files mapped ones.
 
     Args:
-        files: The file by the address of every tensor that is a view of one.
+        find_file: Returns the file that a parameter is a view of, or on the meta device will be.
 
     Warns:
         UnmappedWeightsWarning: Some parameters had to be put together from several tensors, or
@@ -319,7 +319,7 @@ def map_frozen(model: nn.Module, files: Mapping[int, Path]) -> None:
     in_memory: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
-        file = files.get(parameter.data_ptr())
+        file = find_file(name, parameter)
         if file is None:
             in_memory[name] = parameter
         else:
@@ -330,7 +330,7 @@ def map_frozen(model: nn.Module, files: Mapping[int, Path]) -> None:
     model.register_state_dict_post_hook(_leave_out)
     model.register_load_state_dict_pre_hook(_check_agreement)
     model.register_load_state_dict_post_hook(_excuse_missing)
-    if in_memory:
+    if any(not parameter.is_meta for parameter in in_memory.values()):
         num_bytes = sum(parameter.nbytes for parameter in in_memory.values())
         warnings.warn(
             f"model.frozen_weights=mmap: {len(in_memory)} parameters ({num_bytes / 2**30:.2f} GiB) "

@@ -174,7 +174,9 @@ def test_frozen_weights_need_no_gradients_masters_or_state() -> None:
 
 def test_mapped_weights_need_buffers_instead_of_memory() -> None:
     storage = ParameterStorage(weights=WeightStorage.MEMORY_MAPPED)
-    mapped = replace(memory(trained=False), storage=storage)
+    frozen = memory(trained=False)
+    work = frozen.work.each(lambda part: replace(part, mapped_bytes=part.parameter_bytes))
+    mapped = replace(frozen, work=work, storage=storage)
     need = mapped.report(LAYOUT).host
     assert need.of(MemoryKind.WEIGHTS) == 0
     assert need.of(MemoryKind.STAGING) == 2 * 2 * 24_000

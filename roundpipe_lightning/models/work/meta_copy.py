@@ -223,6 +223,8 @@ class MetaCopy:
             if self._dtype is not None and dtype.is_floating_point:
                 dtype = self._dtype
             like = torch.empty_like(value, dtype=dtype, device="meta", requires_grad=False)
+            if isinstance(value, MappedParameter) and value.is_mapped:
+                return MappedParameter(like, file=value.file)
             return nn.Parameter(like, requires_grad=value.requires_grad)
         return torch.empty_like(value, device="meta").requires_grad_(value.requires_grad)
 

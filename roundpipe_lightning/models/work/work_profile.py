@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.capture.trees import map_tensors
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
 from roundpipe_lightning.engine.microbatch import loss_of
+from roundpipe_lightning.engine.store.flat_buffers import is_mapped
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.losses.lazy_logits import LossFusion
 from roundpipe_lightning.models.quantized import quantizable_weights, represented_values
@@ -507,6 +508,7 @@ def _sizes(module: nn.Module) -> Sizes:
             "num_trainable": sum(tensor.numel() for tensor in trained),
             "parameter_bytes": sum(tensor.nbytes for tensor in tensors),
             "trainable_bytes": sum(tensor.nbytes for tensor in trained),
+            "mapped_bytes": sum(tensor.nbytes for tensor in tensors if is_mapped(tensor)),
             "num_quantizable": count(tensors & packed),
             "quantizable_bytes": sum(tensor.nbytes for tensor in tensors & packed),
         }

@@ -199,10 +199,8 @@ class MemoryModel:
         }
 
     def _stored(self, part: BlockWork) -> float:
-        if self.storage.weights is WeightStorage.MEMORY_MAPPED:
-            return part.trainable_bytes  # the page cache gives way
         saved = self.storage.saved_bytes(part.num_quantizable, part.quantizable_bytes)
-        return part.parameter_bytes - saved
+        return part.parameter_bytes - part.mapped_bytes - saved  # the page cache gives way
 
 
 def longest_that_fits(shortage: Callable[[int], float], *, too_long: int) -> int:

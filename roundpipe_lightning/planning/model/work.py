@@ -131,6 +131,7 @@ class BlockWork:
         backward: The backward pass, the recompute not included.
         num_parameters: Parameters, without buffers.
         num_trainable: Those that get a gradient.
+        mapped_bytes: Of `parameter_bytes`, those that stay in their files.
         boundary_bytes: What is handed to the next block.
         gradient_bytes: What is handed back to the block before: the gradient of the input; 0 where
             nothing before is trained.
@@ -149,6 +150,7 @@ class BlockWork:
     num_trainable: int = 0
     parameter_bytes: int = 0
     trainable_bytes: int = 0
+    mapped_bytes: int = 0
     num_quantizable: int = 0
     quantizable_bytes: int = 0
     boundary_bytes: Amount = Amount()

@@ -209,6 +209,7 @@ def _narrow(part: BlockWork) -> BlockWork:
         backward=part.backward,
         parameter_bytes=part.parameter_bytes // 2,
         trainable_bytes=part.trainable_bytes // 2,
+        mapped_bytes=part.mapped_bytes // 2,
     )
 
 

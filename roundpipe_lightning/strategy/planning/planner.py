@@ -81,7 +81,6 @@ class StepPlanner:
 
     Args:
         optimizers: The optimizers of the training; none for an evaluation.
-        mapped: Whether frozen weights stay in their files, where the parameters do not say so.
         num_nodes: Hosts; None: as the machine says.
         accumulates, clips: As of `TrainingJob`.
         parameter_work: The function, or one that remembers what it has returned.
@@ -105,7 +104,6 @@ class StepPlanner:
         precision: RoundPipePrecision,
         options: Options,
         optimizers: Sequence[Optimizer] = (),
-        mapped: bool = False,
         num_nodes: int | None = None,
         accumulates: bool = False,
         clips: bool = False,
@@ -139,7 +137,7 @@ class StepPlanner:
                 steps_in_float32=rounds,
                 keeps_previous=options.update == "async",
                 masters=sizes.narrow,
-                mapped=mapped or any(map(is_mapped, module.parameters())),
+                mapped=any(map(is_mapped, module.parameters())),
             )
 
         self._stored = stored
