@@ -299,7 +299,7 @@ class Engine:
             returned=Countdown(1 if joined else plan.num_microbatches),
             forms=self.forms if joined else None,
             is_first=not self._num_steps,
-            may_write=joined or (None if plan.num_microbatches == 1 else False),
+            may_write=joined or plan.num_microbatches == 1,
             call=call,
             **options,
         )

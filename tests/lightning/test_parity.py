@@ -263,6 +263,42 @@ def test_a_momentum_teacher(options: dict[str, Any]) -> None:
     )
 
 
+class LateWriter(Regressor):
+    """Gives a parameter other values after its use: those that its backward pass takes, or not."""
+
+    def __init__(self, name: str, *, other_memory: bool) -> None:
+        super().__init__()
+        self.name, self.other_memory = name, other_memory
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        parameter = self.get_parameter(self.name)
+        if self.other_memory:
+            parameter.data = parameter.data * 0.5
+        else:
+            parameter.data.mul_(0.5)
+        return loss
+
+
+@pytest.mark.parametrize("other_memory", [True, False])
+@pytest.mark.parametrize("options", [{}, {"num_microbatches": 1, "microbatching": "step"}])
+@pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
+def test_a_write_after_the_use_of_a_parameter_is_refused(
+    kind: Any, options: dict[str, Any], *, other_memory: bool
+) -> None:
+    """On one device the backward pass has these values, or those before; a recompute has not."""
+    module = LateWriter("layers.0.outer.weight", other_memory=other_memory)
+    with pytest.raises(ConfigurationError, match=r"weight' after it has called block 'layers\.0'"):
+        fit(kind(**options), module, regression_data(), devices=2)
+
+
+@pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
+def test_other_memory_for_a_parameter_that_a_graph_has_is_refused(kind: Any) -> None:
+    """On one device the graph keeps the values before."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fit(kind(), LateWriter("head.weight", other_memory=True), regression_data(), devices=2)
+
+
 def test_devices_are_as_many_as_workers() -> None:
     strategy = EmulatedStrategy(devices=[EmulatedDevice(0)])
     trainer = make_trainer(strategy=strategy, devices=2)

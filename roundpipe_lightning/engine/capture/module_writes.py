@@ -156,9 +156,9 @@ class ParameterWrites:
         written = [p for p, old in noted.items() if old is None or not torch.equal(p, old)]
         for parameter, before in self._replaced:
             if parameter.data_ptr() != before.data_ptr():
+                values, parameter.data = parameter.data, before  # where a later block finds it
                 if keeps:
-                    before.copy_(parameter.data)
-                parameter.data = before  # a later block may find it in the same place
+                    parameter.copy_(values)  # a graph that has it raises: it computed with others
                 written.append(parameter)
         self._replaced = []
         return list(dict.fromkeys(written))

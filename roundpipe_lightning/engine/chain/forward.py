@@ -76,6 +76,7 @@ class ForwardPass:
             backward=self.backward,
         )
         self.user.before_read = self._end_forward
+        self.user.used_by = self._used_by
         self.user.check_gradient = self.segments.check_gradient
         self.user.check_backward = self.segments.check_backward
         self.user.side_outputs.on_use = self.segments.side_output_used
@@ -106,6 +107,11 @@ class ForwardPass:
         self.user.check_call(block, self._names[block])
         with self.user.suspended(), saved_tensor_hooks_away():
             return self._call(block, self.segments.as_written((args, kwargs)))
+
+    def _used_by(self, parameter: nn.Parameter) -> str:
+        wanted = (call for call in self.calls if call.wanted)
+        found = (c.name for c in wanted if any(p is parameter for p in c.block.parameters()))
+        return next(found, "")
 
     def _call(self, block: nn.Module, given: Given) -> Any:
         self.user.cut = self.segments.cut  # from the first block on

@@ -135,6 +135,8 @@ class UserCode(TorchFunctionMode):
         self._crosses = not all(device.shares_host_memory for device in self._devices)
         #: Called before the code writes into a parameter, or could: others may be reading it.
         self.before_write: Callable[[], None] = lambda: None
+        #: Returns the name of a block whose backward pass is to come and has the parameter, or "".
+        self.used_by: Callable[[nn.Parameter], str] = lambda p: ""
         #: Called before the code reads a buffer, which blocks may have written into.
         self.before_read: Callable[[], None] = lambda: None
         self._parameter_writes = ParameterWrites(
@@ -307,6 +309,13 @@ class UserCode(TorchFunctionMode):
                         "RoundPipeStrategy(upload_dtype=None), on the command line "
                         "trainer.strategy.upload_dtype=null."
                     )
+                if block := self.used_by(parameter):
+                    raise ConfigurationError(
+                        f"training_step writes into the parameter {self._name_of(parameter)!r} "
+                        f"after it has called block {block!r}, whose backward pass would be that "
+                        "of other values. Write before the call, or when no step runs, in "
+                        "on_train_batch_end or a callback."
+                    )
                 if not self.may_write or (
                     id(parameter) in self._masters and not worker.rewrite(parameter, leaf)
                 ):
@@ -346,7 +355,7 @@ class UserCode(TorchFunctionMode):
         self.side_outputs.clear()
         self.stream = self.cut = self.check_gradient = None
         del self.worker, self._rounded, self.before_write, self._parameter_writes
-        del self.check_backward, self.before_read
+        del self.check_backward, self.before_read, self.used_by
 
     def owner_of(self, tensor: Tensor) -> Device:
         """Return the device that holds a tensor, the present worker's if several do."""
