@@ -137,12 +137,14 @@ class CudaRuntime(Runtime):
     def bound_workspaces(self, num_threads: int) -> None:
         # cuBLAS keeps 8 to 32 MiB for each thread. PyTorch 2.11 reads the environment alone, and
         # what is set there (for deterministic products, say) stays.
-        size = getattr(torch.backends.cuda, "cublas_workspace_size", None)
-        if size is None or "CUBLAS_WORKSPACE_CONFIG" in os.environ:
+        if "CUBLAS_WORKSPACE_CONFIG" in os.environ:
             return
         with torch.accelerator.device_index(self.device.index):
-            if num_threads * size() > WORKSPACE_BYTES:
-                size(WORKSPACE_BYTES // num_threads)
+            # cuBLASLt's lies in cuBLAS's: PyTorch warns, in a product, where it is to be larger.
+            for name in ("cublaslt_workspace_size", "cublas_workspace_size"):
+                size = getattr(torch.backends.cuda, name, None)
+                if size is not None and num_threads * size() > WORKSPACE_BYTES:
+                    size(WORKSPACE_BYTES // num_threads)
 
     def reaches(self, other: torch.device) -> bool:
         if self.device == other or "ROUNDPIPE_NO_PEER_COPIES" in os.environ:
