@@ -244,8 +244,10 @@ def _load(name: str) -> tuple[Any, TokenizerSource]:
 
 def _source(name: str) -> ModelSource:
     """A published model, its weights left in their files where the system can do that."""
-    where = "memory" if sys.platform == "win32" else "mmap"
-    return ModelSource(architecture={}, hub_name=name, weights="pretrained", frozen_weights=where)
+    source = ModelSource(architecture={}, hub_name=name, weights="pretrained", dtype="auto")
+    is_packed = getattr(source.load_config(), "quantization_config", None) is not None
+    where = "memory" if is_packed or sys.platform == "win32" else "mmap"
+    return replace(source, frozen_weights=where)
 
 
 def _ask() -> str | None:

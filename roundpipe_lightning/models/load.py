@@ -56,20 +56,18 @@ def load_pretrained(source: ModelSource, *, config: PreTrainedConfig) -> PreTrai
     """
     name, auto_class = str(source.hub_name), source.head.auto_class
     trust: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
-    if getattr(config, "quantization_config", None) is not None:
-        if source.maps_weights or source.quantizes:
-            raise ConfigurationError(
-                f"The weights of {name!r} are published in a quantised form that has to be "
-                "unpacked. Use model.frozen_weights=memory and model.frozen_bits=16."
-            )
-        # Its quantizer reads its own files in its own way.
-        options = {**source.hub_options, **source.building_options}
-        model = auto_class.from_pretrained(name, config=config, **trust, **options)
-        return cast("PreTrainedModel", model)
     with torch.device("meta"):
         skeleton = auto_class.from_config(config, **trust)
-    if not source.maps_weights:
+    is_packed = getattr(config, "quantization_config", None) is not None
+    packing = (source.pretrained_options or {}).get("quantization_config")
+    if getattr(packing, "dequantize", False) or not (is_packed or source.maps_weights):
         _check_memory(skeleton, config=config, source=source)
+    if is_packed:  # its quantizer reads its own files in its own way
+        options = {**source.hub_options, **source.building_options}
+        model = auto_class.from_pretrained(name, config=config, **trust, **options)
+        # An export has no codes: the names that a checkpoint gives them are not for it.
+        model._weight_conversions = None  # noqa: SLF001
+        return cast("PreTrainedModel", model)
     hub_options = source.hub_options
     files = find_weight_files(name, hub_options=hub_options)
     build = partial(type(skeleton).from_pretrained, None, config=config, **source.building_options)

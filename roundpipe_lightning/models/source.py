@@ -223,6 +223,7 @@ class ModelSource:
         if self.attention is not None:
             options["attn_implementation"] = self.attention
         config = self.load_config()
+        self._check_form(config)
         dtype = self.parameter_dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
         with seeded(self.seed):
             from_config = cast(Callable[..., PreTrainedModel], self.head.auto_class.from_config)
@@ -286,8 +287,21 @@ class ModelSource:
         if self.maps_weights:
             check_can_map()
         config = self._published_config()
+        self._check_form(config)
         with _explained(self.hub_name):
             return load_pretrained(self, config=config)
+
+    def _check_form(self, config: PreTrainedConfig) -> None:
+        """Refuse to map or quantise weights that are published as codes."""
+        if not (self.is_pretrained and (self.maps_weights or self.quantizes)):
+            return
+        is_written = self.hub_name == self.architecture_of
+        is_packed = is_written and "quantization_config" in (self.pretrained_options or {})
+        if is_packed or getattr(config, "quantization_config", None) is not None:
+            raise ConfigurationError(
+                f"The weights of {self.hub_name!r} are published in a quantised form that has to "
+                "be unpacked. Use model.frozen_weights=memory and model.frozen_bits=16."
+            )
 
     def _check_remote_code(self) -> None:
         """Refuse to run code that comes with the weights, unless asked for."""

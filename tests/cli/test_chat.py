@@ -25,6 +25,7 @@ from roundpipe_lightning.planning.model.hardware import config_folder
 from tests.kit.architectures import TINY
 from tests.kit.runs import SMALL
 from tests.kit.training import make_trainer
+from tests.models.test_load import save_packed
 
 ARCHITECTURE = {**TINY, "initializer_range": 0.3, "max_position_embeddings": 512}
 CHATS = Path(__file__).parents[2] / "examples" / "data" / "chat.jsonl"
@@ -65,7 +66,7 @@ def answers(model: Any, template: str | None = None) -> str:
     return said + "\n"
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "model", "adapter"])
+@pytest.mark.parametrize("kind", ["checkpoint", "model", "codes", "adapter"])
 def test_it_answers_as_transformers_does(
     kind: str,
     base: Path,
@@ -74,6 +75,8 @@ def test_it_answers_as_transformers_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     name = str(base)
+    if kind == "codes":
+        save_packed(base)
     expected: Any = AutoModelForCausalLM.from_pretrained(base)
     if kind == "adapter":
         config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)

@@ -33,6 +33,8 @@ GPU = ("hardware=rtx4090x4", "data.batch_size=8")
 TIGHT = (*GPU, "hardware.device_bytes=443250000", "model.architecture.num_hidden_layers=4")
 """Device memory for some of the tiny model's microbatches, beside what the runtime takes."""
 
+PACKED = ("model=gpt_oss_20b", "model.weights=pretrained")
+
 MIB = 2**20
 
 
@@ -500,6 +502,8 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["peft=lora", "peft.target_modules=[q_prj]"], "The nearest are q_proj"),
         (["peft=lora", "peft.r=0"], "peft.r=0"),
         (["peft=lora", "peft.frozen_bits=3"], "frozen_bits=3"),
+        ([*PACKED, "peft=lora", "model.frozen_weights=mmap"], "published in a quantised form"),
+        ([*PACKED, "peft=qlora"], "published in a quantised form"),
         (["+model.architecture.hidden_sice=64"], "no such field. The nearest are hidden_size"),
         (["+model.architecture.foo=1"], "a configuration of 'qwen3' has no such field"),
         (["+model.architecture.rope_scaling.type=linear"], "not a valid 'qwen3' architecture"),

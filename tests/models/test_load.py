@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
 from benchmarks.checkpoint_loading import run_case, write_checkpoint
 from roundpipe_lightning.errors import ConfigurationError, FitError, ModelSourceError
+from roundpipe_lightning.models.export import ExportOptions, export_pretrained
 from roundpipe_lightning.models.load import draw_weights, load_module
 from roundpipe_lightning.modules import ModelSource
 from tests.kit.architectures import TINY
@@ -30,6 +31,25 @@ def save(folder: Path, architecture: dict[str, Any], **options: Any) -> Any:
     model = ModelSource(architecture=architecture, seed=3, dtype=options.pop("dtype", None)).build()
     model.save_pretrained(folder, **options)
     return model
+
+
+def save_packed(folder: Path) -> None:
+    """A gpt-oss whose experts are codes of four bits with scales, as it is published."""
+    sizes = {"hidden_size": 32, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = save(folder, {**TINY, "model_type": "gpt_oss", **sizes}, dtype="bfloat16")
+    packed: dict[str, Tensor | None] = {}
+    for layer in range(2):
+        for name in ("gate_up_proj", "down_proj"):
+            name = f"model.layers.{layer}.mlp.experts.{name}"
+            experts, inputs, outputs = model.get_parameter(name).shape
+            size = (experts, outputs, inputs // 32)
+            packed[name] = None
+            packed[f"{name}_blocks"] = torch.randint(255, (*size, 16), dtype=torch.uint8)
+            packed[f"{name}_scales"] = torch.full(size, 120, dtype=torch.uint8)
+    change(folder, **packed)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def source(folder: Path, **options: Any) -> ModelSource:
@@ -67,6 +87,32 @@ def test_weights_without_room_are_refused_before_they_are_looked_for(
     monkeypatch.setattr("roundpipe_lightning.engine.device.host_memory.free_host_bytes", lambda: 99)
     with pytest.raises(FitError, match=r"host memory, and 0\.0 GiB are free here\. Use a machine"):
         source(tmp_path).build()
+
+
+@pytest.mark.parametrize("options", [{"frozen_weights": "mmap"}, {"frozen_bits": 4}])
+def test_published_codes_cannot_be_mapped_or_quantised(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """With and without values, so a plan says it before anything is downloaded."""
+    save_packed(tmp_path)
+    for device in ("cpu", "meta"):
+        with torch.device(device), pytest.raises(ConfigurationError, match="a quantised form"):
+            source(tmp_path, **options).build()
+
+
+def test_published_codes_are_unpacked_where_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_packed(tmp_path)
+    unpacked = {"quantization_config": Mxfp4Config(dequantize=True)}
+    model: Any = source(tmp_path, dtype="bfloat16", pretrained_options=unpacked).build()
+    for original_layout in (True, False):
+        folder = tmp_path / str(original_layout)
+        export_pretrained(model, folder, options=ExportOptions(original_layout=original_layout))
+        assert same_tensors(AutoModelForCausalLM.from_pretrained(folder), model)
+    monkeypatch.setattr("roundpipe_lightning.engine.device.host_memory.free_host_bytes", lambda: 99)
+    with pytest.raises(FitError, match=r"host memory, and 0\.0 GiB are free here"):
+        source(tmp_path, pretrained_options=unpacked).build()
 
 
 @pytest.mark.parametrize("architecture", [TINY, EXPERTS], ids=["tied", "experts"])
