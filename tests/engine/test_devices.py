@@ -331,7 +331,10 @@ def test_accelerators_are_measured_alone_and_at_once(
     both[2, True] = both[2, False] = 30e9
     pair = probe_hardware(num_workers=2, devices=given, folder=tmp_path)  # of these two
     assert pair.root_upload_bytes_per_second == 30e9
-    assert len(list(tmp_path.iterdir())) == 2
+    both[2, True] = 40e9
+    first = probe_hardware(num_workers=2, folder=tmp_path)  # which are others
+    assert first.root_upload_bytes_per_second == 40e9
+    assert len(list(tmp_path.iterdir())) == 3
     with pytest.raises(HardwareError, match="5 devices were asked for; this machine has 4"):
         probe_hardware(num_workers=5, folder=tmp_path)
 
@@ -468,6 +471,8 @@ def test_every_thread_works_on_the_device_of_its_worker(
         accelerator.pin(buffer)
         accelerator.unpin(buffer)
         asked = Runtime(torch.device("xpu", 3))
+        asked.new_stream, asked.new_event = runtime.new_stream, runtime.new_event
+        assert asked.has_streams
         assert asked.synchronizes
         assert asked.has_timed_events
         probe._wait([torch.device("xpu", 3)])

@@ -14,6 +14,7 @@ from roundpipe_lightning.emulation.race_checker import ProtocolChecker
 from roundpipe_lightning.emulation.server import EmulatedDevice, EmulatedServer
 from roundpipe_lightning.emulation.tagged_tensor import untag
 from roundpipe_lightning.emulation.timing import EmulatedTiming
+from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import Event, HostEvent
 from roundpipe_lightning.engine.engine import Engine
 from roundpipe_lightning.engine.steps import Step, StepResult, StepsInFlight
@@ -94,8 +95,12 @@ def assert_same(found: StepResult, wanted: StepResult) -> None:
 
 
 @pytest.mark.parametrize("emulated", [True, False], ids=["emulated", "cpu"])
-def test_a_batch_begins_before_the_backward_pass_of_the_last_one_ends(*, emulated: bool) -> None:
+def test_a_batch_begins_before_the_backward_pass_of_the_last_one_ends(
+    monkeypatch: pytest.MonkeyPatch, *, emulated: bool
+) -> None:
     module, plan = module_and_plan()
+    threads: list[int] = []
+    monkeypatch.setattr(Device, "expect_threads", lambda self, num: threads.append(num))
     begun = threading.Event()
     order: list[str] = []
 
@@ -119,6 +124,7 @@ def test_a_batch_begins_before_the_backward_pass_of_the_last_one_ends(*, emulate
         assert first.is_over, "two batches at most"
         third = begin(engine, 2)
         found = [first.result(), second.result(), third.result()]
+    assert max(threads) == 2 * NUM_MICROBATCHES
     assert not was_over
     assert losses == first.result().losses
     assert order.index("forward of the next") < order.index("backward")

@@ -293,7 +293,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     set_up: list[torch.device] = []
     monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: True))
     monkeypatch.setattr(CUDAAccelerator, "auto_device_count", staticmethod(lambda: 2))
-    monkeypatch.setattr(CUDAAccelerator, "parse_devices", staticmethod(lambda devices: [0, 1]))
+    monkeypatch.setattr(CUDAAccelerator, "parse_devices", staticmethod(lambda devices: [1, 3]))
     monkeypatch.setattr(CUDAAccelerator, "setup_device", lambda self, device: set_up.append(device))
     return set_up
 
@@ -319,10 +319,14 @@ def test_one_process_with_a_worker_per_gpu(
     assert strategy.root_device == torch.device("cpu")
     assert trainer.world_size == 1
     strategy.setup_environment()
-    assert two_gpus == [torch.device("cuda", 1), torch.device("cuda", 0)]
+    assert two_gpus == [torch.device("cuda", 3), torch.device("cuda", 1)]
     devices = strategy._devices()
     assert all(isinstance(device, AcceleratorDevice) for device in devices)
-    assert [device.torch_device.index for device in devices] == [0, 1] * workers_per_device
+    assert [device.torch_device.index for device in devices] == [1, 3] * workers_per_device
+    measured = mock.Mock(return_value=machine())
+    monkeypatch.setattr(machines, "_probed", measured)
+    assert strategy._speed()
+    measured.assert_called_once_with(2, [torch.device("cuda", 1), torch.device("cuda", 3)])
     plugin = trainer.precision_plugin
     assert isinstance(plugin, RoundPipePrecision)
     assert plugin.compute_device_type == "cuda"
@@ -358,7 +362,7 @@ def test_figures_of_the_host_are_those_of_the_workers(
     accelerator = trainer.accelerator
     assert isinstance(accelerator, CUDAAccelerator)
     figures = accelerator.get_device_stats(strategy.root_device)
-    assert figures == {"cuda:0.used": 10, "cuda:1.used": 11}
+    assert figures == {"cuda:1.used": 11, "cuda:3.used": 13}
     assert accelerator.get_device_stats(torch.device("cuda", 1)) == {"used": 11}
     monitor = DeviceStatsMonitor()
     logged: dict[str, float] = {}
