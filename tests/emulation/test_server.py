@@ -354,6 +354,9 @@ class TestChecker:
                 assert y.cpu().tolist() == [4.0] * 4
                 assert two.download(y).add(1).tolist() == [5.0] * 4
                 assert float(y.sum()) == 16.0
+                there = x.to(two.torch_device)
+                x.add_(1)  # this device's compute waits for the copy, too
+                assert there.tolist() == [3.0] * 4
 
 
 def test_the_host_waits_for_copies_of_memory_that_is_not_page_locked() -> None:
