@@ -162,7 +162,8 @@ class _Targets:
     """The labels of all rows, those that count in `order` before the others.
 
     How many count and the range of their values comes to the host while the device computes what
-    was launched before `kept` is asked for. On the meta device, which has no values, all count.
+    was launched before `kept` is asked for. That is the one wait: without it ignored rows would be
+    computed, too (docs/benchmarks/measurements.md). On the meta device all count.
     """
 
     def __init__(self, labels: Tensor, ignore_index: int, *, vocabulary: int) -> None:
