@@ -333,6 +333,7 @@ names = ("has_streams", "records_streams", "synchronizes", "has_timed_events", "
 print(json.dumps({
     **{name: getattr(runtime, name) for name in names},
     "generators": len(runtime.generators()),
+    "fraction": runtime.fraction(),
     "peak_bytes": AcceleratorDevice(device).peak_bytes(),
     "error": parameter_error(*modules),
 }))
@@ -355,6 +356,7 @@ def test_what_an_accelerator_lacks_is_asked_for_and_done_without(tmp_path: Path)
         "has_timed_events": False,
         "counts_memory": False,
         "generators": 0,
+        "fraction": 1.0,
         "peak_bytes": None,
         "error": 0.0,
     }
