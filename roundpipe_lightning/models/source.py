@@ -258,7 +258,7 @@ class ModelSource:
     @property
     def parameter_dtype(self) -> torch.dtype | None:
         """Dtype of the parameters; None: that of the configuration."""
-        adopts = self.is_pretrained and (self.quantizes or self.maps_weights)
+        adopts = self.quantizes or self.maps_weights
         if self.dtype is None and not adopts:
             return torch.get_default_dtype()
         return None if self.dtype in (None, "auto") else getattr(torch, self.dtype)

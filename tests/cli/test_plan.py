@@ -195,6 +195,14 @@ def test_parameters_in_other_forms_are_counted_as_they_are(
     assert paired == pytest.approx(plain, rel=1e-3)
 
 
+@pytest.mark.parametrize("peft", ["lora", "qlora"])
+def test_drawn_weights_are_planned_as_those_that_are_published(ask: Ask, peft: str) -> None:
+    few = (*GPU, "model=qwen3_0_6b", "model.architecture.num_hidden_layers=2", f"peft={peft}")
+    drawn, published = (ask.json(*few, f"model.weights={each}") for each in ("auto", "pretrained"))
+    assert drawn["memory"] == published["memory"]
+    assert drawn["predicted"] == published["predicted"]
+
+
 @pytest.mark.parametrize(
     ("settings", "sizes"),
     [
