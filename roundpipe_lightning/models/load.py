@@ -16,7 +16,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -27,7 +27,11 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.device.host_memory import check_host_memory
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
-from roundpipe_lightning.models.quantized import quantizable_weights, quantize_frozen
+from roundpipe_lightning.models.quantized import (
+    quantizable_weights,
+    quantize_frozen,
+    quantized_on_arrival,
+)
 from roundpipe_lightning.models.weight_files import find_weight_files, map_frozen, opened
 from roundpipe_lightning.planning.model.work import ParameterStorage
 
@@ -57,24 +61,45 @@ def load_pretrained(source: ModelSource, *, config: PreTrainedConfig) -> PreTrai
     name, auto_class = str(source.hub_name), source.head.auto_class
     trust: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
     with torch.device("meta"):
-        skeleton = auto_class.from_config(config, **trust)
+        skeleton = auto_class.from_config(config, **trust).requires_grad_(False)
     is_packed = getattr(config, "quantization_config", None) is not None
-    packing = (source.pretrained_options or {}).get("quantization_config")
-    if getattr(packing, "dequantize", False) or not (is_packed or source.maps_weights):
+    if source.unpacks or not (is_packed or source.maps_weights):
         _check_memory(skeleton, config=config, source=source)
-    if is_packed:  # its quantizer reads its own files in its own way
-        options = {**source.hub_options, **source.building_options}
-        model = auto_class.from_pretrained(name, config=config, **trust, **options)
-        # An export has no codes: the names that a checkpoint gives them are not for it.
-        model._weight_conversions = None  # noqa: SLF001
-        return cast("PreTrainedModel", model)
-    hub_options = source.hub_options
+    mapped: dict[int, Path] = {}
+    arriving: Any = nullcontext({})
+    if source.quantizes:
+        arriving = quantized_on_arrival(skeleton, source.frozen_bits)
+    with _one_tensor_at_a_time(), arriving as made:
+        if is_packed:  # its quantizer reads its own files in its own way
+            options = {**source.hub_options, **source.building_options}
+            model = auto_class.from_pretrained(name, config=config, **trust, **options)
+            # An export has no codes: the names that a checkpoint gives them are not for it.
+            model._weight_conversions = None  # noqa: SLF001
+        else:
+            model, mapped = _read(source, skeleton, config=config)
+    if source.maps_weights:
+        map_frozen(model, lambda _, each: mapped.get(each.data_ptr()))
+    if source.quantizes:
+        quantize_frozen(model, source.frozen_bits, made)
+    if not source.maps_weights:
+        for parameter in model.parameters():  # the mapping ends with its last view
+            if parameter.data_ptr() in mapped:
+                parameter.data = parameter.data.clone()
+    return cast("PreTrainedModel", model)
+
+
+def _read(
+    source: ModelSource, skeleton: PreTrainedModel, *, config: PreTrainedConfig
+) -> tuple[PreTrainedModel, dict[int, Path]]:
+    """Return the model, and the file of each parameter that is a view of one by its address."""
+    name, hub_options = str(source.hub_name), source.hub_options
     files = find_weight_files(name, hub_options=hub_options)
     build = partial(type(skeleton).from_pretrained, None, config=config, **source.building_options)
     # Weights that are quantised are read from the mapping: the whole of them is never in memory.
     views = source.quantizes and all(file.suffix == ".safetensors" for file in files)
-    mapped: dict[int, Path] | None = {} if source.maps_weights or views else None
-    with _one_tensor_at_a_time(), opened(files, mapped=mapped) as tensors:
+    mapped: dict[int, Path] = {}
+    is_mapped = source.maps_weights or views
+    with opened(files, mapped=mapped if is_mapped else None) as tensors:
         if source.maps_weights:
             _check_memory(skeleton, config=config, source=source, mapped=tensors)
         _check_match(skeleton, tensors, build=build, source=source)
@@ -82,15 +107,7 @@ def load_pretrained(source: ModelSource, *, config: PreTrainedConfig) -> PreTrai
         model = build(state_dict=tensors, ignore_mismatched_sizes=may_differ)
     model.config.name_or_path = model.name_or_path = name
     _load_generation_config(model, name, hub_options=hub_options)
-    if mapped is not None and source.maps_weights:
-        map_frozen(model, lambda _, each: mapped.get(each.data_ptr()))
-    if source.quantizes:
-        quantize_frozen(model, source.frozen_bits)
-    if mapped is not None and not source.maps_weights:
-        for parameter in model.parameters():  # the mapping ends with its last view
-            if parameter.data_ptr() in mapped:
-                parameter.data = parameter.data.clone()
-    return cast("PreTrainedModel", model)
+    return model, mapped
 
 
 def _check_memory(
@@ -108,7 +125,6 @@ def _check_memory(
     there = _shapes_of(mapped or {}, dtype)
     packed: set[nn.Parameter] = set()
     if source.quantizes:
-        skeleton.requires_grad_(False)
         packed = {getattr(*found) for found in quantizable_weights(skeleton)}
     read = packed | {each for each in skeleton.parameters() if tuple(each.shape) not in there}
     num = sum(each.numel() for each in packed)

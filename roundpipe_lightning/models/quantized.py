@@ -24,14 +24,17 @@ and `original1`, in every checkpoint, and adds two modules to each layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.planning.model.work import SCALE_BLOCK
@@ -50,6 +53,11 @@ class _Encoding:
     def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         if weight.is_meta:
             return self._without_values()
+        if weight.dim() == 3 and weight[0].numel() % _BLOCK == 0:
+            # bitsandbytes needs seven times what it is given, so it is given one expert at a time.
+            codes, scales = zip(*map(self.quantize, weight), strict=True)
+            shape = self.shape if self.bits == 8 else (-1, 1)
+            return torch.cat(codes).view(shape), torch.cat(scales)
         functional = _functional()
         weight = weight.detach().contiguous()
         if self.bits == 4:
@@ -138,11 +146,58 @@ class _Whole:
         return encoding.dequantize(codes, scales).as_strided(shape, stride, offset)
 
 
-def quantize_frozen(model: nn.Module, bits: int) -> None:
+@contextmanager
+def quantized_on_arrival(
+    skeleton: nn.Module, bits: int
+) -> Iterator[dict[nn.Parameter, tuple[Tensor, Tensor]]]:
+    """Quantise weights as they are given to the modules of a model that is being loaded.
+
+    So experts that are put together from many tensors are not all whole at once. Yields the codes
+    and scales by the empty parameter in their place, for `quantize_frozen`.
+
+    Args:
+        skeleton: The same model, frozen, on the meta device.
+    """
+
+    def kind(layer: nn.Module, name: str, weight: Tensor) -> tuple[Any, ...]:
+        return type(layer), name, weight.shape
+
+    found = set(quantizable_weights(skeleton))
+    kinds = {kind(layer, name, getattr(layer, name)) for layer, name in found}
+    for layer in skeleton.modules():  # an output layer may be like another one
+        for name, weight in layer.named_parameters(recurse=False):
+            if (layer, name) not in found:
+                kinds.discard(kind(layer, name, weight))
+    made: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+
+    def replace(layer: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
+        if weight is None or weight.is_meta or kind(layer, name, weight) not in kinds:
+            return None
+        empty = nn.Parameter(torch.empty_like(weight, device="meta"))
+        empty._is_hf_initialized = True  # type: ignore[attr-defined]  # noqa: SLF001
+        encoding = _Encoding(bits=bits, shape=weight.shape, dtype=weight.dtype)
+        made[empty] = encoding.quantize(weight)
+        return empty
+
+    hook = register_module_parameter_registration_hook(cast("Callable[..., None]", replace))
+    try:
+        yield made
+    finally:
+        hook.remove()
+
+
+def quantize_frozen(
+    model: nn.Module,
+    bits: int,
+    made: Mapping[nn.Parameter, tuple[Tensor, Tensor]] = MappingProxyType({}),
+) -> None:
     """Freeze a model and quantise its layers to 8 or 4 bits, one by one, in place.
 
     It is on the host or the meta device; adapters are added afterwards. ConfigurationError: it has
     no layer to quantise, or bitsandbytes is missing.
+
+    Args:
+        made: The codes and scales of `quantized_on_arrival`.
     """
     model.requires_grad_(False)
     _functional()
@@ -155,7 +210,7 @@ def quantize_frozen(model: nn.Module, bits: int) -> None:
         )
     for layer in dict.fromkeys(layer for layer, _ in found):
         names = tuple(name for other, name in found if other is layer)
-        _quantize(layer, names, bits=bits, classes=classes)
+        _quantize(layer, names, bits=bits, made=made, classes=classes)
 
 
 def quantizable_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -222,13 +277,14 @@ def _quantize(
     names: tuple[str, ...],
     *,
     bits: int,
+    made: Mapping[nn.Parameter, tuple[Tensor, Tensor]],
     classes: dict[tuple[type, tuple[str, ...]], type],
 ) -> None:
     base, encodings = type(layer), {}
     for name in names:
-        weight: Tensor = getattr(layer, name)
+        weight: nn.Parameter = getattr(layer, name)
         encodings[name] = _Encoding(bits=bits, shape=weight.shape, dtype=weight.dtype)
-        codes, scales = encodings[name].quantize(weight)
+        codes, scales = made.get(weight) or encodings[name].quantize(weight)
         delattr(layer, name)
         layer.register_parameter(f"{name}_codes", nn.Parameter(codes, requires_grad=False))
         layer.register_parameter(f"{name}_scales", nn.Parameter(scales, requires_grad=False))

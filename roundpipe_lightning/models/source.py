@@ -291,13 +291,17 @@ class ModelSource:
         with _explained(self.hub_name):
             return load_pretrained(self, config=config)
 
+    @property
+    def unpacks(self) -> bool:
+        """Whether weights that are published as codes are asked for in whole."""
+        packing = (self.pretrained_options or {}).get("quantization_config")
+        return getattr(packing, "dequantize", False)
+
     def _check_form(self, config: PreTrainedConfig) -> None:
-        """Refuse to map or quantise weights that are published as codes."""
-        if not (self.is_pretrained and (self.maps_weights or self.quantizes)):
-            return
-        is_written = self.hub_name == self.architecture_of
-        is_packed = is_written and "quantization_config" in (self.pretrained_options or {})
-        if is_packed or getattr(config, "quantization_config", None) is not None:
+        """Refuse to map weights that are published as codes, and to quantise what stays codes."""
+        is_packed = getattr(config, "quantization_config", None) is not None
+        is_packed |= self.unpacks and self.hub_name == self.architecture_of
+        if is_packed and (self.keeps_weights_in_files or (self.quantizes and not self.unpacks)):
             raise ConfigurationError(
                 f"The weights of {self.hub_name!r} are published in a quantised form that has to "
                 "be unpacked. Use model.frozen_weights=memory and model.frozen_bits=16."

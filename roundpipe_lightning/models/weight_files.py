@@ -320,17 +320,17 @@ def map_frozen(model: nn.Module, find_file: Callable[[str, nn.Parameter], Path |
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
         file = find_file(name, parameter)
-        if file is None:
-            in_memory[name] = parameter
-        else:
+        if file is not None:
             replaced[parameter] = MappedParameter(parameter.data, file=file)
+        elif not parameter.is_meta:
+            in_memory[name] = parameter
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, replaced.get(parameter, parameter))
     model.register_state_dict_post_hook(_leave_out)
     model.register_load_state_dict_pre_hook(_check_agreement)
     model.register_load_state_dict_post_hook(_excuse_missing)
-    if any(not parameter.is_meta for parameter in in_memory.values()):
+    if in_memory:
         num_bytes = sum(parameter.nbytes for parameter in in_memory.values())
         warnings.warn(
             f"model.frozen_weights=mmap: {len(in_memory)} parameters ({num_bytes / 2**30:.2f} GiB) "

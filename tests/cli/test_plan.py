@@ -33,8 +33,6 @@ GPU = ("hardware=rtx4090x4", "data.batch_size=8")
 TIGHT = (*GPU, "hardware.device_bytes=443250000", "model.architecture.num_hidden_layers=4")
 """Device memory for some of the tiny model's microbatches, beside what the runtime takes."""
 
-PACKED = ("model=gpt_oss_20b", "model.weights=pretrained")
-
 MIB = 2**20
 
 
@@ -195,9 +193,13 @@ def test_parameters_in_other_forms_are_counted_as_they_are(
     assert paired == pytest.approx(plain, rel=1e-3)
 
 
-@pytest.mark.parametrize("peft", ["lora", "qlora"])
-def test_drawn_weights_are_planned_as_those_that_are_published(ask: Ask, peft: str) -> None:
-    few = (*GPU, "model=qwen3_0_6b", "model.architecture.num_hidden_layers=2", f"peft={peft}")
+@pytest.mark.parametrize(
+    ("model", "peft"), [("qwen3_0_6b", "lora"), ("qwen3_0_6b", "qlora"), ("gpt_oss_20b", "qlora")]
+)
+def test_drawn_weights_are_planned_as_those_that_are_published(
+    ask: Ask, model: str, peft: str
+) -> None:
+    few = (*GPU, f"model={model}", "model.architecture.num_hidden_layers=2", f"peft={peft}")
     drawn, published = (ask.json(*few, f"model.weights={each}") for each in ("auto", "pretrained"))
     assert drawn["memory"] == published["memory"]
     assert drawn["predicted"] == published["predicted"]
@@ -510,8 +512,10 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["peft=lora", "peft.target_modules=[q_prj]"], "The nearest are q_proj"),
         (["peft=lora", "peft.r=0"], "peft.r=0"),
         (["peft=lora", "peft.frozen_bits=3"], "frozen_bits=3"),
-        ([*PACKED, "peft=lora", "model.frozen_weights=mmap"], "published in a quantised form"),
-        ([*PACKED, "peft=qlora"], "published in a quantised form"),
+        (
+            ["model=gpt_oss_20b", "model.weights=pretrained", "model.frozen_weights=mmap"],
+            "published in a quantised form",
+        ),
         (["+model.architecture.hidden_sice=64"], "no such field. The nearest are hidden_size"),
         (["+model.architecture.foo=1"], "a configuration of 'qwen3' has no such field"),
         (["+model.architecture.rope_scaling.type=linear"], "not a valid 'qwen3' architecture"),

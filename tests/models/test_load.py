@@ -7,12 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.quantization_config import Mxfp4Config
 
 from benchmarks.checkpoint_loading import run_case, write_checkpoint
 from roundpipe_lightning.errors import ConfigurationError, FitError, ModelSourceError
 from roundpipe_lightning.models.export import ExportOptions, export_pretrained
 from roundpipe_lightning.models.load import draw_weights, load_module
+from roundpipe_lightning.models.quantized import quantize_frozen
 from roundpipe_lightning.modules import ModelSource
 from tests.kit.architectures import TINY
 
@@ -89,8 +91,18 @@ def test_weights_without_room_are_refused_before_they_are_looked_for(
         source(tmp_path).build()
 
 
-@pytest.mark.parametrize("options", [{"frozen_weights": "mmap"}, {"frozen_bits": 4}])
-def test_published_codes_cannot_be_mapped_or_quantised(
+UNPACKED = {"quantization_config": Mxfp4Config(dequantize=True)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"frozen_weights": "mmap"},
+        {"frozen_weights": "mmap", "pretrained_options": UNPACKED},
+        {"frozen_bits": 4},
+    ],
+)
+def test_published_codes_cannot_be_mapped_or_quantised_again(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """With and without values, so a plan says it before anything is downloaded."""
@@ -104,15 +116,17 @@ def test_published_codes_are_unpacked_where_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_packed(tmp_path)
-    unpacked = {"quantization_config": Mxfp4Config(dequantize=True)}
-    model: Any = source(tmp_path, dtype="bfloat16", pretrained_options=unpacked).build()
+    model: Any = source(tmp_path, dtype="bfloat16", pretrained_options=UNPACKED).build()
     for original_layout in (True, False):
         folder = tmp_path / str(original_layout)
         export_pretrained(model, folder, options=ExportOptions(original_layout=original_layout))
         assert same_tensors(AutoModelForCausalLM.from_pretrained(folder), model)
+    packed = source(tmp_path, frozen_bits=4, pretrained_options=UNPACKED).build()
+    quantize_frozen(model, 4)
+    assert same_tensors(packed, model)
     monkeypatch.setattr("roundpipe_lightning.engine.device.host_memory.free_host_bytes", lambda: 99)
     with pytest.raises(FitError, match=r"host memory, and 0\.0 GiB are free here"):
-        source(tmp_path, pretrained_options=unpacked).build()
+        source(tmp_path, pretrained_options=UNPACKED).build()
 
 
 @pytest.mark.parametrize("architecture", [TINY, EXPERTS], ids=["tied", "experts"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM
 
 from benchmarks.checkpoint_loading import REPOSITORY, write_checkpoint
@@ -425,7 +426,19 @@ def test_fused_experts_are_quantised_as_they_are_read(
     if kind == "deepseek_v3":
         sizes |= {"head_dim": 4, "num_key_value_heads": 2}
     save(tmp_path, {**TINY, "model_type": kind, "tie_word_embeddings": False, **sizes})
+    alive: list[int] = []
+    read: list[weakref.ref[Tensor]] = []
+
+    def counted(_layer: Any, _name: str, weight: Tensor | None) -> None:
+        if weight is not None and weight.dim() == 3 and not weight.is_meta:
+            read.append(weakref.ref(weight))
+            alive.append(sum(each() is not None for each in read))
+
+    hook = register_module_parameter_registration_hook(counted)
     base = source(tmp_path, frozen_bits=4).build()
+    hook.remove()
+    assert len(alive) == (2 if kind == "deepseek_v3" else 4)
+    assert max(alive) <= 2, "each is quantised when it has been put together"
     experts = [m for m in base.modules() if getattr(m, "gate_up_proj_codes", None) is not None]
     assert len(experts) == (1 if kind == "deepseek_v3" else 2)
     assert all(layer.down_proj_codes.dtype is torch.uint8 for layer in experts)
