@@ -203,7 +203,9 @@ def measure(name: str, *, rank: int | None = None, experts: bool = False) -> Wor
     """
     with initialize_config_dir(str(MODELS.parent), version_base="1.3"):
         config = compose("train", overrides=[f"model={name}"])
-    source = ModelSource(architecture=OmegaConf.to_container(config.model.architecture))
+    # A fused kernel, which transformers chooses for all but gpt-oss.
+    architecture = OmegaConf.to_container(config.model.architecture)
+    source = ModelSource(architecture=architecture, attention="flex_attention")
     rank = LORA_RANKS.get(name, 0) if rank is None else rank
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

@@ -58,6 +58,7 @@ def row(model: str, method: str, machine: Machine, models: dict[str, MetaModel])
     overrides = [
         f"model={model}",
         METHODS[method],
+        "model.attention=flex_attention",  # a fused kernel, which gpt-oss has not by default
         f"hardware={machine.hardware}",
         f"hardware.devices={machine.devices}",
         f"hardware.host_memory={machine.host_gib}GiB",

@@ -193,6 +193,17 @@ def test_parameters_in_other_forms_are_counted_as_they_are(
     assert paired == pytest.approx(plain, rel=1e-3)
 
 
+def test_attention_that_keeps_its_scores_is_counted_so(ask: Ask) -> None:
+    long = (*GPU, "data.seq_len=1024", "partition.num_microbatches=8")
+    fused, eager = (ask.json(*long, f"model.attention={each}") for each in ("sdpa", "eager"))
+    scores = 4 * 1024**2 * 4  # of four heads, in float32
+    need = [found["memory"]["device"]["by_kind"]["activations"] for found in (fused, eager)]
+    assert need[1] - need[0] > 2 * scores
+    few = (*GPU, "model=gpt_oss_20b", "model.architecture.num_hidden_layers=2")
+    assert "Attention: eager" in ask.text(*few)
+    assert "Attention: eager" not in ask.text(*few, "model.attention=flex_attention")
+
+
 @pytest.mark.parametrize(
     ("model", "peft"), [("qwen3_0_6b", "lora"), ("qwen3_0_6b", "qlora"), ("gpt_oss_20b", "qlora")]
 )

@@ -89,6 +89,9 @@ def test_windows_and_full_attention_in_turn_are_two_kinds_of_blocks() -> None:
         sliding_window=32,
         num_hidden_layers=4,
     )
+    eager = measure(model)  # transformers has no fused attention for it by default
+    assert all(block.kept_bytes.per_square > 0 for block in eager.blocks)
+    model.set_attn_implementation("flex_attention")
     work = measure(model)
     pairs = [block.forward.attention_operations.of(SHAPE) for block in work.blocks]
     assert pairs[0] == pairs[2] < pairs[1] / 3 == pairs[3] / 3

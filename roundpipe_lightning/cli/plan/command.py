@@ -61,6 +61,12 @@ _BYTES_WITH_STATE = 16  # master, gradient and AdamW's moments of a parameter
 _SHARE_OF_DEVICE = 0.7  # the rest is for activations and gathered layers
 
 
+_EAGER = (
+    "Attention: eager, which keeps every score, as transformers chooses for this model. "
+    "model.attention=flex_attention (or another kernel that is installed) takes less of both."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanOutput:
     """Everything that `roundpipe-plan` says.
@@ -226,7 +232,15 @@ class PlanOutput:
                 f"in {job.num_microbatches} microbatches of {job.shape.sequences}"
             ),
             *([f"Not counted: {self.not_counted}"] if self.not_counted else []),
+            *([_EAGER] if self._is_eager else []),
         ]
+
+    @property
+    def _is_eager(self) -> bool:
+        """Whether transformers has no fused attention for the model, and none was asked for."""
+        model = getattr(self.job.model.module, "model", None)
+        chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        return chosen == "eager" and self.job.source.attention is None
 
     @property
     def not_counted(self) -> str | None:

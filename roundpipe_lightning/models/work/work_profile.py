@@ -379,12 +379,15 @@ def _gradients(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _attention(module: nn.Module) -> Iterator[None]:
-    """Make transformers' models call fused attention, by the name they look it up with."""
+    """Make transformers' models call fused attention, by the name they look it up with.
+
+    But for eager ones, which keep their scores: those asked for so, and gpt-oss by default.
+    """
     configs = {
         id(config): config
         for child in module.modules()
         if (config := getattr(child, "config", None)) is not None
-        and hasattr(config, "_attn_implementation")
+        and getattr(config, "_attn_implementation", "eager") != "eager"
     }
     if not configs:
         yield
