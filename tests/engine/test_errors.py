@@ -17,6 +17,7 @@ from roundpipe_lightning.errors import (
     GlueError,
     PlanError,
 )
+from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import (
     Block,
     Regressor,
@@ -213,7 +214,12 @@ def test_user_code_that_swallows_exceptions_does_not_stop_an_abort() -> None:
 
 
 def _refused(
-    step: Callable[[Any, Tensor], Any], error: type[Exception], match: str, **parts: Any
+    step: Callable[[Any, Tensor], Any],
+    error: type[Exception],
+    match: str,
+    *,
+    partition: Partition | None = None,
+    **parts: Any,
 ) -> None:
     """Run a step that calls its blocks in `step(layers, hidden)` and is refused."""
     module = Regressor(4, **parts)
@@ -223,7 +229,7 @@ def _refused(
         return functional.mse_loss(view.tail(hidden).squeeze(-1), batch[1])
 
     batches = regression_batches(2)
-    with engine_for(module, num_workers=2, num_microbatches=2) as engine:
+    with engine_for(module, num_workers=2, num_microbatches=2, partition=partition) as engine:
         with pytest.raises(error, match=match) as caught:
             mean_step(engine, batches, call=call)
         assert "microbatch" in "".join(getattr(caught.value, "__notes__", ["microbatch"]))
@@ -273,11 +279,13 @@ class Smuggling(Block):
 
 
 @pytest.mark.filterwarnings("ignore:Block .* gave other values in its recompute")
-def test_a_tensor_that_goes_from_block_to_block_past_the_arguments() -> None:
+@pytest.mark.parametrize("forward", [(1, 1, 1, 1), (3,)])
+def test_a_tensor_that_goes_from_block_to_block_past_the_arguments(forward: Any) -> None:
     kept: dict[str, Tensor] = {}
-
+    fused = 4 - sum(forward)
+    partition = Partition(forward=forward, backward=(fused, *[1] * (4 - fused)))
     match = r"Block 'layers\.\d' made a tensor that block 'layers\.\d' gets by another way"
-    _refused(_through, CaptureError, match, make_block=lambda: Smuggling(kept))
+    _refused(_through, CaptureError, match, partition=partition, make_block=lambda: Smuggling(kept))
 
 
 def test_an_output_that_user_code_hands_to_a_block_past_the_arguments() -> None:

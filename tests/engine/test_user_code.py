@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from roundpipe_lightning.emulation.tagged_tensor import tag_of
-from roundpipe_lightning.engine.capture.side_outputs import SideOutputs
 from roundpipe_lightning.engine.capture.torch_functions import ModeStack
 from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.engine.device.base import CpuDevice
@@ -227,7 +226,7 @@ def test_asked_in_evaluation() -> None:
 
 
 @pytest.mark.parametrize("marks", [False, True])
-def test_operations_in_a_block_cost_few_calls(marks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_in_a_block_cost_few_calls(*, marks: bool) -> None:
     """All workers share one interpreter lock. A FORWARD stage marks what the operations give."""
     calls = Counter[str]()
 
@@ -248,7 +247,6 @@ def test_operations_in_a_block_cost_few_calls(marks: bool, monkeypatch: pytest.M
             sys.setprofile(before)
             return x
 
-    monkeypatch.setattr(SideOutputs, "_marks_exist", False)  # by other tests
     module = Regressor(2, make_block=Counted)
     stack = layers_of(module)
     partition = (

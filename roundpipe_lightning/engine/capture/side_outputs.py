@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.errors import CaptureError
 
-_ORIGIN = "_roundpipe_origin"
+ORIGIN = "_roundpipe_origin"
 
 _PAST_ARGUMENTS = (
     "{} made a tensor that block {!r} gets by another way than its arguments (a closure, a global "
@@ -51,7 +51,7 @@ class _Mark(ref[Tensor]):
 
 
 def _origin_of(tensor: Tensor) -> Origin | None:
-    mark: _Mark | None = getattr(tensor, _ORIGIN, None)
+    mark: _Mark | None = getattr(tensor, ORIGIN, None)
     return Origin(*mark.place) if mark is not None and mark() is tensor else None
 
 
@@ -72,9 +72,6 @@ _SILENT = (Watch.UNWATCHED, Watch.NOTHING)
 class SideOutputs:
     """The side outputs of one microbatch."""
 
-    #: Whether any tensor of this process has an origin: nobody looks for one before.
-    _marks_exist: ClassVar[bool] = False
-
     def __init__(self) -> None:
         #: Called with the number of a call when code after it first uses a side output of it.
         self.on_use: Callable[[int], None] = lambda call: None
@@ -84,7 +81,7 @@ class SideOutputs:
         self._marked: list[_Mark] = []
         #: Whether `check` and `observe` have something to do.
         self.looks_at_arguments = self.looks_at_results = False
-        self._marks = False
+        self.marks = False  # whether results get their origin
         self._block = self._num_functions = 0
         self._name = ""
 
@@ -94,29 +91,28 @@ class SideOutputs:
             origin.block == number for origin in (*self._leaves, *self._leaks)
         ):
             watch = Watch.NOTHING
-        self._marks, self._block, self._num_functions = watch is Watch.MARK, number, -1
+        self.marks, self._block, self._num_functions = watch is Watch.MARK, number, -1
         self._name = name
-        SideOutputs._marks_exist |= self._marks
-        self.looks_at_arguments = watch is not Watch.UNWATCHED and self._marks_exist
+        self.looks_at_arguments = watch is not Watch.UNWATCHED
         self.looks_at_results = watch not in _SILENT
         if self.looks_at_results:
             self.observe(list(taken))
         self._num_functions = 0  # whatever was asked about the inputs
 
     def end_block(self) -> None:
-        self.looks_at_arguments = self.looks_at_results = self._marks = False
+        self.looks_at_arguments = self.looks_at_results = self.marks = False
 
     def observe(self, result: Any) -> None:
         """Look at what a function gave, where `looks_at_results`."""
         self._num_functions += 1
-        if self._marks and type(result) is Tensor:
+        if self.marks and type(result) is Tensor:
             self._mark(result, 0)
             return
         results = result if isinstance(result, (tuple, list)) else (result,)
         for position, tensor in enumerate(results):
             if not isinstance(tensor, Tensor):
                 continue
-            if self._marks:
+            if self.marks:
                 if not isinstance(tensor, nn.Parameter):  # which all microbatches of a round have
                     self._mark(tensor, position)
                 continue
@@ -133,7 +129,7 @@ class SideOutputs:
     def _mark(self, tensor: Tensor, position: int) -> None:
         mark = _Mark(tensor)
         mark.place = self, self._block, self._num_functions, position
-        setattr(tensor, _ORIGIN, mark)
+        setattr(tensor, ORIGIN, mark)
         self._marked.append(mark)
 
     def check(self, args: Iterable[Any]) -> None:
@@ -153,12 +149,12 @@ class SideOutputs:
         whether it needs a gradient is seen when that block is recomputed. What code outside the
         blocks has made, with a graph, is refused.
         """
-        mark: _Mark | None = getattr(tensor, _ORIGIN, None)
+        mark: _Mark | None = getattr(tensor, ORIGIN, None)
         if mark is not None and mark() is tensor:
             run, block, _, _ = mark.place
             if run is not self or block != self._block:
                 run.note_leak(Origin(*mark.place), tensor, self._name)
-        elif self._marks and tensor.grad_fn is not None and not torch.is_grad_enabled():
+        elif self.marks and tensor.grad_fn is not None and not torch.is_grad_enabled():
             raise CaptureError(_PAST_ARGUMENTS.format("Code outside the blocks", self._name))
 
     def note_leak(self, origin: Origin, tensor: Tensor, name: str) -> None:
@@ -200,8 +196,8 @@ class SideOutputs:
         self._found.clear()
         for mark in self._marked:  # buffers and what attributes hold live on, and may be pickled
             tensor = mark()
-            if tensor is not None and tensor.__dict__.get(_ORIGIN) is mark:
-                delattr(tensor, _ORIGIN)
+            if tensor is not None and tensor.__dict__.get(ORIGIN) is mark:
+                delattr(tensor, ORIGIN)
         self._marked.clear()
 
     @staticmethod

@@ -35,7 +35,7 @@ from roundpipe_lightning.engine.capture.placeholder import (
     writes_first,
 )
 from roundpipe_lightning.engine.capture.randomness import RANDOM_FUNCTIONS, RandomStream
-from roundpipe_lightning.engine.capture.side_outputs import SideOutputs
+from roundpipe_lightning.engine.capture.side_outputs import ORIGIN, SideOutputs
 from roundpipe_lightning.engine.capture.torch_functions import (
     KEEP_PLACE,
     METADATA,
@@ -438,7 +438,7 @@ class UserCode(TorchFunctionMode):
         for x in given:
             kind = type(x)
             if kind is Tensor:
-                if looks:
+                if looks and (outputs.marks or getattr(x, ORIGIN, None) is not None):
                     outputs.check_tensor(x)
             elif kind not in _NO_MASTERS and (
                 kind is not nn.Parameter
