@@ -20,8 +20,8 @@ import inspect
 import math
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import ChainMap, deque
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -53,11 +53,15 @@ _CONTAINERS = (list, tuple, dict, set, deque)
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _CODE = type | ModuleType | FunctionType | BuiltinFunctionType | MethodType
 _BASES = frozenset(LightningModule.__mro__)
-_DEPTH, _MANY = 6, 1000
+_DEPTH = 200
+_MANY = {False: 100_000, True: 1000}  # entries, by `is_for_step`: these are looked at every step
+_MOST_BYTES = {False: 2**26, True: 10**6}
 _TOLERANCE = 1e-9
 
 _Look: TypeAlias = tuple[str, Callable[[], Any], Any]
 """Something that a step reads: its name, how it is read, and what was found of it."""
+
+Contents: TypeAlias = dict[tuple[int, str], Any]  # by holder and name
 
 BatchForm: TypeAlias = tuple[Any, ...]  # structure, dtypes and numbers of dimensions of a batch
 
@@ -100,6 +104,8 @@ class ModeChoice:
         self._fuses_loss = self._warns = options.fuses_loss
         known = getattr(module, "averages_samples", False)
         self._tells = self._mode == "step" and not known
+        # What the first batch sets, once, is no write: transformers does.
+        self._looks_in = 2 if self._mode == "step" else 0
         # by the text of a batch's form; and what a proven step reads
         self._chosen: dict[str, tuple[str, Sequence[_Look] | None]] = {}
         self._sizes: set[tuple[torch.Size, ...]] = set()  # for which it is proven
@@ -126,15 +132,19 @@ class ModeChoice:
             BatchError: `microbatching="step"`, and it cannot be split.
         """
         chosen = self._mode if self._mode != "auto" else self._chosen_for(batch, arguments, count)
-        if self._tells and trains and count > 1:
+        is_cut = trains and count > 1
+        if is_cut and self._tells:
             self._tell(batch, arguments, count)
         if chosen not in (None, "blocks"):
             try:
-                return self._split(batch, count, chosen, fusion)
+                cut = self._split(batch, count, chosen, fusion)
+                self._looks_in -= is_cut
+                if is_cut and not self._looks_in:
+                    cut.watched = contents_of(self._module)
+                return cut
             except BatchError:
                 if self._mode == "step":
                     raise
-        looks = trains and chosen is None and count > 1
         if self._warns and chosen == "blocks" and count > 1:
             self._warns = False
             rank_zero_warn(
@@ -151,7 +161,7 @@ class ModeChoice:
             num_microbatches=1 if is_whole or self._fuses_loss else count,
             joined=True,
             fusion=fusion,
-            contents=contents_of(self._module) if looks else None,
+            contents=contents_of(self._module) if is_cut and chosen is None else None,
         )
 
     def _chosen_for(self, batch: Any, arguments: Sequence[Any], count: int) -> str | None:
@@ -242,7 +252,7 @@ class ModeChoice:
         self,
         batch: Any,
         arguments: Sequence[Any],
-        before: list[Any],
+        before: Contents,
         *,
         num_microbatches: int,
         divided: Set[int],
@@ -260,8 +270,8 @@ class ModeChoice:
         try:
             if reason:
                 raise Unproven(reason)
-            if contents_of(self._module) != before:
-                raise Unproven("it writes into a list, a dict, an object or a counter")
+            if name := changed_since(before, self._module):
+                raise Unproven(f"it writes into a list, a dict, an object or a counter ({name})")
             self._chosen[form] = self._prove(batch, arguments, num_microbatches, divided)
         except Unproven as error:
             self._chosen[form] = "blocks", ()
@@ -286,25 +296,36 @@ class ModeChoice:
             self._chosen.update((form, (chosen, None)) for form, chosen in state.items())
 
 
-def contents_of(module: LightningModule) -> list[Any]:
+def contents_of(module: LightningModule) -> Contents:
     """Return what modules, the user's classes and objects of their files hold beside tensors."""
     modules = list(module.modules())
     classes = [kind for kind in type(module).__mro__ if kind not in _BASES]
-    own, seen = vars(LightningModule()).keys(), frozenset(map(id, modules))
-    return [
-        (name, _content(value, seen))
+    own, seen = vars(LightningModule()).keys(), {id(child): child for child in modules}
+    return {
+        (id(holder), name): _content(value, seen)
         for holder in (*modules, *classes, *objects_of_code(module))
         for name, value in sorted(vars(holder).items())
         if name not in own
-    ]
+    }
+
+
+def changed_since(before: Contents, module: LightningModule) -> str:
+    """Return the name of an entry of `contents_of` a module that has changed, or is new.
+
+    Libraries set some flags in their first step: these are left out.
+    """
+    after = contents_of(module)
+    new = (key for key in after.keys() - before.keys() if not isinstance(after[key], bool))
+    old = (key for key, content in before.items() if key not in after or after[key] != content)
+    return next((name for _, name in (*old, *new)), "")
 
 
 def shared_contents(module: LightningModule) -> dict[Any, Any]:
     """Return what is held by what runs of a block share: not by what they assign to attributes."""
     modules = list(module.modules())
-    seen, own = frozenset(map(id, modules)), vars(LightningModule()).keys()
+    seen, own = {id(child): child for child in modules}, vars(LightningModule()).keys()
     found = {
-        (id(holder), name, id(value)): _content(value, seen)
+        (id(holder), name, id(value)): _content(value, ChainMap({}, seen))
         for holder in (*modules, *objects_of_code(module))
         for name, value in vars(holder).items()
         if name not in own
@@ -313,15 +334,20 @@ def shared_contents(module: LightningModule) -> dict[Any, Any]:
     tables = [(t, name) for t, name in variables_of_code(module) if "__spec__" in t]
     # The whole module's numbers are no block's own: a block writes them past its view.
     tables += [(vars(module), n) for n, v in vars(module).items() if isinstance(v, _PLAIN)]
-    return found | {(id(t), name): _content(t.get(name), seen) for t, name in tables}
+    return found | {(id(t), name): _content(t.get(name), ChainMap({}, seen)) for t, name in tables}
 
 
 def _content(
-    value: Any, seen: frozenset[int] = frozenset(), depth: int = 0, *, is_for_step: bool = False
+    value: Any,
+    seen: MutableMapping[int, Any] | None = None,
+    depth: int = 0,
+    *,
+    is_for_step: bool = False,
 ) -> Any:
     """Return what tells whether something was written into; of large things only what they hold.
 
     Args:
+        seen: What was looked at, by its identity: nothing is twice.
         is_for_step: Leave out what does not decide what a step computes: tensors' values.
     """
     if isinstance(value, _PLAIN):
@@ -330,15 +356,17 @@ def _content(
         if is_for_step:
             return value.dtype, value.shape
         return id(value), version_of(value)
-    is_large = hasattr(type(value), "nbytes") and value.nbytes > _MANY**2
+    is_large = hasattr(type(value), "nbytes") and value.nbytes > _MOST_BYTES[is_for_step]
     if (
         is_large
         or isinstance(value, Trainer | _CODE)
         or (is_for_step and isinstance(value, nn.Module))
     ):
         return id(value)
+    seen = {} if seen is None else seen
     if id(value) in seen or depth > _DEPTH:
         return None
+    seen[id(value)] = value
     held = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
     hides = held is None or any("__reduce__" in vars(kind) for kind in type(value).__mro__[:-1])
     if hides and held is not value and not is_for_step:
@@ -348,11 +376,10 @@ def _content(
             return id(value)
     if held is None:
         return id(value)
-    if len(held) > _MANY:
+    if len(held) > _MANY[is_for_step]:
         return list(map(id, (*held, *held.values()) if isinstance(held, dict) else held))
     items = held.items() if isinstance(held, dict) else held
-    deeper = depth + (not isinstance(value, tuple))
-    return [_content(i, seen | {id(value)}, deeper, is_for_step=is_for_step) for i in items]
+    return [_content(item, seen, depth + 1, is_for_step=is_for_step) for item in items]
 
 
 @dataclass(kw_only=True)
@@ -365,7 +392,8 @@ class MicrobatchedBatch:
     joined: bool  # whether these are pieces of the one part, inside the calls of blocks
     fusion: Outside | None  # asked before every torch function outside the blocks
     # `contents_of` the module, before the first batch of a form; None for others
-    contents: list[Any] | None = None
+    contents: Contents | None = None
+    watched: Contents | None = None  # the same, where it is warned of what the parts change
     checks: bool = False  # whether what the losses do average over is compared with `counts`
     notes: bool = False  # whether it is noted: hosts weigh by it
     is_proven: bool = False  # whether the step was proven to be the same on microbatches
@@ -374,6 +402,7 @@ class MicrobatchedBatch:
         self._seen: list[list[Tensor]] = [[] for _ in self.parts]
         self._ratios: dict[int, list[float]] = {}  # of what the first part's losses counted
         self._thread = threading.local()
+        self._has_warned = False
 
     @property
     def shares(self) -> Sequence[float]:
@@ -407,14 +436,20 @@ class MicrobatchedBatch:
         return NotImplemented if self.fusion is None else self.fusion(func, args, kwargs)
 
     def warn_of_changes(self, changed: str) -> None:
-        """Warn of an attribute that the step has changed, by its name, if every part has."""
-        if changed and len(self.parts) > 1:
+        """Warn of what the step has changed, by its name, if every part has."""
+        if changed and len(self.parts) > 1 and not self._has_warned:
+            self._has_warned = True
             rank_zero_warn(
                 f"The step writes {changed}: with microbatching='step' once per microbatch, of its "
-                "rows, and the last one's value stays. Set microbatching='blocks' where that is "
-                "not what one device has.",
+                "rows, and an attribute keeps the last one's value. Set microbatching='blocks' "
+                "where that is not what one device has.",
                 stacklevel=2,
             )
+
+    def warn_of_writes(self, module: LightningModule) -> None:
+        """Called when the parts' steps have returned."""
+        if self.watched is not None:
+            self.warn_of_changes(changed_since(self.watched, module))
 
     def begin(self, index: int) -> None:
         """Called in the thread of a part, before its step."""

@@ -44,6 +44,7 @@ from roundpipe_lightning.strategy.logging import (
     logged_from,
 )
 from roundpipe_lightning.strategy.microbatching import (
+    Contents,
     MicrobatchedBatch,
     ModeChoice,
     shared_contents,
@@ -320,6 +321,7 @@ class PipelineRuntime:
                     raise
                 continue
             break
+        cut.warn_of_writes(self._module)
         size, output = None, known.outputs[0]["output"]
         shares, losses = cut.shares, list(known.losses)
         if whole is not None:
@@ -471,7 +473,7 @@ class PipelineRuntime:
         return self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
     def _choose(
-        self, before: list[Any], batch: Any, arguments: Sequence[Any], result: StepResult
+        self, before: Contents, batch: Any, arguments: Sequence[Any], result: StepResult
     ) -> None:
         assert self._engine is not None
         reason = "it writes into attributes or buffers of modules" if result.wrote else ""

@@ -196,7 +196,8 @@ def _through_a_custom_function(layers: Any, hidden: Tensor) -> Any:
     for layer in layers:
         hidden, _ = layer(hidden)
         states.append(hidden)
-    return hidden + with_gradient(states[0], lambda gradient: 2 * gradient)
+    hidden = hidden + with_gradient(states[0], lambda gradient: 2 * gradient)
+    return hidden + with_gradient(states[1], lambda gradient: 3 * gradient, by_name=True)
 
 
 @pytest.mark.long("_one_is_used", "_residual_skips_blocks", "_detached_between_blocks")

@@ -93,18 +93,24 @@ class ObservedCondition(threading.Condition):
 
 class _OwnGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.change = change
+    def forward(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         return tensor.view_as(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.change = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.change(gradient), None
 
 
-def with_gradient(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+def with_gradient(
+    tensor: Tensor, change: Callable[[Tensor], Tensor], *, by_name: bool = False
+) -> Tensor:
     """Return the same tensor by a function of the user's, whose gradient is what `change` gives."""
-    same: Tensor = _OwnGradient.apply(tensor, change)  # type: ignore[no-untyped-call]
+    apply: Any = _OwnGradient.apply
+    same: Tensor = apply(change=change, tensor=tensor) if by_name else apply(tensor, change)
     return same
 
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -11,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -198,13 +201,155 @@ class Counted(nn.Linear):
         return super().forward(x)
 
 
+class Filed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with Path("calls").open("a") as file:
+            file.write("I")
+        return super().forward(x)
+
+
 @pytest.mark.parametrize("strategy", [RoundPipeStrategy, EmulatedStrategy])
-def test_a_block_that_counts_in_its_file_is_told(strategy: type[RoundPipeStrategy]) -> None:
+@pytest.mark.parametrize("kind", [Counted, Filed])
+def test_a_block_that_counts_in_its_file_is_told(
+    kind: type[nn.Linear], strategy: type[RoundPipeStrategy]
+) -> None:
     module = Regressor() if strategy is RoundPipeStrategy else ByHand()
-    module.layers = nn.ModuleList(Counted(WIDTH, WIDTH) for _ in range(4))
+    module.layers = nn.ModuleList(kind(WIDTH, WIDTH) for _ in range(4))
     trainer = make_trainer(strategy=strategy(num_microbatches=2), max_steps=2)
     with pytest.warns(UserWarning, match=r"'layers\.[03]' writes into a list, a dict or another"):
         trainer.fit(module, regression_data())
+
+
+class OfItsClass:
+    """An object of the user's, that counts calls of `add`."""
+
+    total = 0
+
+    def add(self) -> None:
+        OfItsClass.total += 1
+
+    @property
+    def calls(self) -> int:
+        return self.total
+
+
+class InATable(OfItsClass):
+    table: ClassVar[dict[str, int]] = {"calls": 0}
+
+    def add(self) -> None:
+        self.table["calls"] += 1
+
+    @property
+    def calls(self) -> int:
+        return self.table["calls"]
+
+
+class ByAFunction(OfItsClass):
+    def add(self) -> None:
+        note()
+
+    @property
+    def calls(self) -> int:
+        return int(noted.calls)
+
+
+class Nested(OfItsClass):
+    """Keeps its number in the last of many objects."""
+
+    def __init__(self, depth: int = 9) -> None:
+        self.inner: Any = Nested(depth - 1) if depth else Annealed()
+
+    def add(self) -> None:
+        self.inner.add() if isinstance(self.inner, Nested) else self.inner()
+
+    @property
+    def calls(self) -> int:
+        return int(self.inner.calls)
+
+
+class OfMany(OfItsClass):
+    def __init__(self) -> None:
+        self.lists: list[list[int]] = [[] for _ in range(3000)]
+
+    def add(self) -> None:
+        self.lists[7].append(0)
+
+    @property
+    def calls(self) -> int:
+        return len(self.lists[7])
+
+
+class InAnArray(OfItsClass):
+    def __init__(self) -> None:
+        self.numbers = np.zeros(200_000)
+
+    def add(self) -> None:
+        self.numbers[7] += 1
+
+    @property
+    def calls(self) -> int:
+        return int(self.numbers[7])
+
+
+class InAFile(OfItsClass):
+    path = Path("calls")
+
+    def add(self) -> None:
+        with self.path.open("a") as file:
+            file.write("I")
+
+    @property
+    def calls(self) -> int:
+        return len(self.path.read_text())
+
+
+class Printed(OfItsClass):
+    def add(self) -> None:
+        print("I")
+
+
+class InFiles(OfItsClass):
+    """A new file with every call."""
+
+    @property
+    def calls(self) -> int:
+        return len(list(Path().glob("*.pt")))
+
+    def add(self) -> None:
+        torch.save(torch.zeros(1), f"{self.calls}.pt")
+
+
+class Adding(Regressor):
+    def __init__(self, kind: type[OfItsClass]) -> None:
+        super().__init__()
+        self.tracker = kind()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.tracker.add()
+        return super().training_step(batch, batch_idx)
+
+
+TRACKERS = [OfItsClass, InATable, ByAFunction, Nested, OfMany, InAnArray, InAFile, InFiles, Printed]
+
+
+@pytest.mark.parametrize("mode", ["auto", "blocks", "step"])
+@pytest.mark.parametrize("kind", TRACKERS)
+def test_what_an_object_of_the_user_s_counts(
+    said: list[str], capsys: pytest.CaptureFixture[str], kind: type[OfItsClass], mode: Any
+) -> None:
+    """Once per batch, planning and proofs left out, or it is said."""
+    OfItsClass.total = noted.calls = InATable.table["calls"] = 0
+    module = Adding(kind)
+    strategy = RoundPipeStrategy(num_microbatches=2, microbatching=mode)
+    trainer = make_trainer(strategy=strategy, devices=2, max_steps=3)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(module, regression_data())
+    texts = [*said, *(str(one.message) for one in warned)]
+    calls = capsys.readouterr().out.count("I\n") if kind is Printed else module.tracker.calls
+    told = r"The step writes .* Set microbatching='blocks'|'step' is not proven .* writes a file"
+    assert any(re.search(told, text) for text in texts) == (mode == "step")
+    assert calls == (6 if mode == "step" else 3), texts
 
 
 @pytest.mark.parametrize("mode", ["auto", "blocks"])

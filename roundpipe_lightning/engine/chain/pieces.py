@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from roundpipe_lightning.engine.capture.files import watched_writes
 from roundpipe_lightning.engine.capture.placeholder import LazyTensor
 from roundpipe_lightning.engine.capture.torch_functions import (
     autocast_as,
@@ -94,17 +95,23 @@ class CallForms:
             yield
             return
         self._watched.add(type(block))
-        before = self.contents()
+        before, writers = self.contents(), {"print"}
+
+        def may_write(name: str) -> bool:
+            writers.add(name)
+            return True
+
         try:
-            yield
+            with watched_writes(may_write):
+                yield
         finally:  # checkpointing may end a recompute early, by an exception
             after = self.contents()
-            if any(after.get(key, value) != value for key, value in before.items()):
+            if len(writers) > 1 or any(after.get(key, old) != old for key, old in before.items()):
                 warnings.warn(
-                    f"Block {name!r} writes into a list, a dict or another object, or into a "
-                    "global. It runs once per microbatch, and again when it is recomputed: what it "
-                    "writes is not what one device has. Let it return the values, or assign them "
-                    "to attributes.",
+                    f"Block {name!r} writes into a list, a dict or another object, into a file or "
+                    "a global. It runs once per microbatch, and again when it is recomputed: what "
+                    "it writes is not what one device has. Let it return the values, or assign "
+                    "them to attributes.",
                     stacklevel=2,
                 )
 

@@ -625,7 +625,9 @@ def _watch_custom_functions() -> None:
     def cut_off_and_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         for mode in _get_current_function_mode_stack():
             if isinstance(mode, UserCode):
-                args = mode.cut_off_for_function(args)
+                taken = mode.cut_off_for_function((*args, *kwargs.values()))
+                args, named = taken[: len(args)], taken[len(args) :]
+                kwargs = dict(zip(kwargs, named, strict=True))
         return apply(cls, *args, **kwargs)
 
     functions.apply = classmethod(cut_off_and_apply)

@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ _SHARED = (
 _CONTAINERS = (list, set, deque, dict)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _PLAIN = (type(None), bool, int, float, str)
+_MANY = 1000  # entries: what holds more is data
 _MOST_OBJECTS = 50_000
 _MOST_BYTES = 2**26
 _ENTRANCES = ("training_step", "forward")
@@ -97,8 +98,9 @@ class MetaCopy:
         self._modules: dict[nn.Module, nn.Module] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor, int]] = []
         self._num_objects = 0
+        helpers = helpers_of(module)
         for kind in {type(child) for child in module.modules()}:
-            for function in _code_of(kind):
+            for function in _code_of(kind, helpers=helpers):
                 if kind is type(module) or is_of_user(function):
                     self._check_code(function)
         self.module = self.module_copy(module)
@@ -321,19 +323,55 @@ def _method(kind: type, name: str) -> types.FunctionType | None:
     return None
 
 
-def _code_of(kind: type, *functions: types.FunctionType) -> Iterator[types.FunctionType]:
-    """Return functions, the methods of a module that begin a step, and those that they name."""
-    pending = [*functions, *(_method(kind, name) for name in _ENTRANCES)]
+def _code_of(
+    kind: type, *functions: types.FunctionType, helpers: Iterable[type] = ()
+) -> Iterator[types.FunctionType]:
+    """Return functions, the methods of a module that begin a step, and those that they name.
+
+    They may be methods of `helpers`, or of the user's classes that the code names, too.
+    """
+    names, kinds = set(_ENTRANCES), [kind]
+    pending: list[types.FunctionType | None] = [*functions, *(_method(kind, n) for n in names)]
     seen: set[types.FunctionType | None] = {None}
+
+    def follow(other: type) -> None:
+        if other not in kinds:
+            kinds.append(other)
+            called = {n for base in other.__mro__[:-1] for n in vars(base) if n.startswith("__")}
+            pending.extend(_method(other, name) for name in names | called)
+
+    for helper in helpers:
+        follow(helper)
     while pending:
         function = pending.pop()
         if function not in seen:
             seen.add(function)
             assert function is not None
             yield function
-            pending += [_method(kind, name) for name in function.__code__.co_names]
-            helpers = [v for _, v in _named_in(function) if isinstance(v, types.FunctionType)]
-            pending += filter(is_of_user, helpers)
+            new = {*function.__code__.co_names} - names
+            names |= new
+            pending += [_method(known, name) for known in kinds for name in new]
+            named = [v for _, v in _named_in(function)]
+            pending += [v for v in named if isinstance(v, types.FunctionType) and is_of_user(v)]
+            for helper in _helpers_in(named):
+                follow(helper)
+
+
+def _helpers_in(values: Iterable[Any], seen: set[int] | None = None) -> Iterator[type]:
+    """Return the user's classes among values, and those of objects; modules' are no helpers."""
+    seen = set() if seen is None else seen
+    for value in values:
+        kind = value if isinstance(value, type) else type(value)
+        if isinstance(value, nn.Module) or issubclass(kind, nn.Module) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if is_of_user(sys.modules.get(kind.__module__)):
+            yield kind
+            held = [] if value is kind else getattr(value, "__dict__", {}).values()
+        else:
+            held = value.values() if isinstance(value, dict) else value
+            held = held if isinstance(value, (*_CONTAINERS, tuple)) and len(value) < _MANY else ()
+        yield from _helpers_in(held, seen)
 
 
 def _named_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -364,14 +402,23 @@ def _user_code_of(
     module: nn.Module,
 ) -> Iterator[tuple[nn.Module, types.FunctionType]]:
     """Return the functions of a step that are the user's, each with a module that has it."""
+    helpers = helpers_of(module)
     for kind, child in {type(child): child for child in module.modules()}.items():
         held = [v for v in vars(child).values() if isinstance(v, types.FunctionType)]
-        yield from ((child, f) for f in _code_of(kind, *held) if is_of_user(f))
+        yield from ((child, f) for f in _code_of(kind, *held, helpers=helpers) if is_of_user(f))
+
+
+def helpers_of(module: nn.Module) -> Sequence[type]:
+    """Return the user's classes of which a module and its parts hold objects."""
+    own = vars(_PLAIN_MODULE).keys()
+    held = (v for child in module.modules() for name, v in vars(child).items() if name not in own)
+    return list(dict.fromkeys(_helpers_in(held)))
 
 
 def objects_of_code(module: nn.Module) -> list[Any]:
     """Return objects, functions and classes in the user's modules' files that their code names."""
-    found = {id(v): v for _, f in _user_code_of(module) for _, v in _named_in(f)}
+    found: dict[int, Any] = {id(kind): kind for kind in helpers_of(module)}
+    found |= {id(v): v for _, f in _user_code_of(module) for _, v in _named_in(f)}
     return [
         v
         for v in found.values()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
+from roundpipe_lightning.engine.capture.files import watched_writes
 from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.chain.row_check import state_of
@@ -36,7 +37,7 @@ from roundpipe_lightning.planning.model.work import WorkProfile
 from roundpipe_lightning.strategy.resume.randomness import random_state, set_random_state
 
 _PLAIN = (bool, int, float, str, type(None))
-_LISTS = (list, deque)
+_CONTAINERS = (list, deque, dict, set)
 
 
 class DryRunError(ConfigurationError):
@@ -71,7 +72,7 @@ def dry_run(
         )
 
     try:
-        with _traceless(module):
+        with _traceless(module), watched_writes(_refuse_to_write):
             if compute_dtype is not None:
                 # Code that makes tensors of its own meets a cast model with the wrong dtype.
                 with contextlib.suppress(Exception):
@@ -90,7 +91,7 @@ def _traceless(module: nn.Module) -> Iterator[dict[str, Any]]:
     kinds = {kind for child in module.modules() for kind in type(child).__mro__}
     before, environment = random_state(), dict(os.environ)
     held = [(holder, dict(vars(holder))) for holder in (*kinds, *objects_of_code(module))]
-    lists = [(v, copy(v)) for _, values in held for v in values.values() if type(v) in _LISTS]
+    known = [(v, copy(v)) for _, values in held for v in values.values() if type(v) in _CONTAINERS]
     try:
         yield before
     finally:
@@ -104,10 +105,24 @@ def _traceless(module: nn.Module) -> Iterator[dict[str, Any]]:
                     delattr(holder, name)
                 elif value is not values[name]:
                     setattr(holder, name, values[name])
-        for value, items in lists:
-            if len(value) != len(items):
+        for value, items in known:
+            if _entries(value) != _entries(items):
                 value.clear()
-                value.extend(items)
+                (value.extend if hasattr(value, "extend") else value.update)(items)
+
+
+def _refuse_to_write(name: str) -> bool:
+    if name != "print":
+        raise ConfigurationError(f"It writes a file or makes a folder ({name}).")
+    return False
+
+
+def _unproven(name: str) -> NoReturn:
+    raise Unproven(f"it prints, writes a file or makes a folder ({name})")
+
+
+def _entries(held: Any) -> list[int]:
+    return [*map(id, (*held, *held.values()) if isinstance(held, dict) else held)]
 
 
 def _reason(error: Exception) -> str:
@@ -160,7 +175,7 @@ def prove(
         return loss, logged
 
     try:
-        with alone(), _traceless(module) as before:
+        with alone(), _traceless(module) as before, watched_writes(_unproven):
             replaced = list(_replaced(module, proves=True))
             made = MetaCopy(module, settings=_settings(module, proves=True), replaced=replaced)
             forwards += [made.module_copy(block).forward for block in blocks]
