@@ -42,6 +42,7 @@ from roundpipe_lightning.models.batches import batch_size_of, split_batch, targe
 from roundpipe_lightning.models.work.meta_copy import (
     is_of_user,
     objects_of_code,
+    reads_elsewhere,
     variables_of_code,
 )
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
@@ -335,6 +336,18 @@ def shared_contents(module: LightningModule) -> dict[Any, Any]:
     # The whole module's numbers are no block's own: a block writes them past its view.
     tables += [(vars(module), n) for n, v in vars(module).items() if isinstance(v, _PLAIN)]
     return found | {(id(t), name): _content(t.get(name), ChainMap({}, seen)) for t, name in tables}
+
+
+def elsewhere() -> Callable[[nn.Module], list[Any]]:
+    """Return what gives what a block may read of other objects: it decides what it computes."""
+    known: dict[nn.Module, list[Callable[[], Any]]] = {}
+
+    def values(block: nn.Module) -> list[Any]:
+        if block not in known:
+            known[block] = reads_elsewhere(block)
+        return [_content(get(), is_for_step=True) for get in known[block]]
+
+    return values
 
 
 def _content(

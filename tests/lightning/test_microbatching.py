@@ -494,6 +494,55 @@ def test_rows_that_depend_on_each_other_from_a_later_batch_on(change: Any, mode:
     train_alike(Changed, RoundPipeStrategy(num_microbatches=4, microbatching=mode), max_epochs=1)
 
 
+class _Asking(training.Block):
+    """Mixes rows when what it refers to says so."""
+
+    late = False
+
+    def __init__(self, asks: Callable[[Any], bool], schedule: SimpleNamespace) -> None:
+        super().__init__()
+        self.asks, self.schedule, self.owners = asks, schedule, list[Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return _centred(x) if self.asks(self) else x
+
+
+QUESTIONS: dict[str, Callable[[Any], bool]] = {
+    "an object": lambda block: block.schedule.late,
+    "the whole module": lambda block: block.owners[0].late,
+    "the step": lambda block: block.owners[0].global_step >= 2,
+    "the Trainer": lambda block: block.owners[1].global_step >= 2,
+    "the file": lambda block: any(noted.late for _ in range(1)),
+    "the class": lambda block: type(block).late,
+}
+
+
+@pytest.mark.filterwarnings("ignore::roundpipe_lightning.engine.chain.pieces.WholeBatchWarning")
+@pytest.mark.parametrize("mode", ["auto", "blocks"])
+@pytest.mark.parametrize("asks", QUESTIONS.values(), ids=QUESTIONS)
+def test_rows_that_depend_on_each_other_by_what_a_block_refers_to(asks: Any, mode: Any) -> None:
+    class Changed(Regressor):
+        late = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.schedule = SimpleNamespace(late=False)
+            self.layers[1] = asking = _Asking(asks, self.schedule)
+            self.owners = asking.owners
+
+        def on_fit_start(self) -> None:
+            self.owners[:] = [self, self.trainer]
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.late = self.schedule.late = noted.late = _Asking.late = batch_idx >= 2
+
+        def on_fit_end(self) -> None:
+            self.owners.clear()
+
+    train_alike(Changed, RoundPipeStrategy(num_microbatches=4, microbatching=mode), max_epochs=1)
+
+
 def test_targets_are_counted_without_waiting_for_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

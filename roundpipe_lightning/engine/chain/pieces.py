@@ -78,8 +78,11 @@ class CallForms:
         self.trusts_rows = trusts_rows
         self.whole: dict[str, str] = {}  # blocks that run on the whole batch, and why
         self.known: dict[Key, CallForm | None] = {}
-        # of the blocks when they were compared, by `state_of`, and the rows of those batches
-        self.states: dict[Key, tuple[int, set[int]]] = {}
+        # of the blocks when they were compared, by `state_of` and `elsewhere`, and the rows of
+        # those batches
+        self.states: dict[Key, tuple[Any, set[int]]] = {}
+        #: Gives what a block may read of other objects.
+        self.elsewhere: Callable[[nn.Module], Any] = lambda block: None
         # dimensions of what blocks gave
         self.by_calls: dict[FunctionCalls, Sequence[int | None]] = {}
         #: Gives what runs of a block share, to be compared.
@@ -317,7 +320,7 @@ class DriverForward(ForwardPass):
         if form is None and key in forms.known:
             return None
         sizes = None if form is None else self._sizes(arguments, form.arguments)
-        state = state_of(block, writes)
+        state = state_of(block, writes), forms.elsewhere(block)
         before, compared = forms.states.setdefault(key, (state, set()))
         if before != state:
             # All are compared once more, from the first block of the next batch on.

@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ _CONTAINERS = (list, set, deque, dict)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _PLAIN = (type(None), bool, int, float, str)
 _MANY = 1000  # entries: what holds more is data
+_FEW = 9  # entries of a list are attributes of their own
+_COUNTERS = frozenset({"current_epoch", "global_step"})  # of a LightningModule or a Trainer
 _MOST_OBJECTS = 50_000
 _MOST_BYTES = 2**26
 _ENTRANCES = ("training_step", "forward")
@@ -348,7 +350,7 @@ def _code_of(
             seen.add(function)
             assert function is not None
             yield function
-            new = {*function.__code__.co_names} - names
+            new = _names_of(function) - names
             names |= new
             pending += [_method(known, name) for known in kinds for name in new]
             named = [v for _, v in _named_in(function)]
@@ -374,13 +376,25 @@ def _helpers_in(values: Iterable[Any], seen: set[int] | None = None) -> Iterator
         yield from _helpers_in(held, seen)
 
 
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Return a function's code, and that of functions and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes_in(constant)
+
+
+def _names_of(function: types.FunctionType) -> set[str]:
+    return {name for code in _codes_in(function.__code__) for name in code.co_names}
+
+
 def _named_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Return the names in a function's code, and what its file, or one that it names, has so."""
     return ((name, file[name]) for file, name in _tables_of(function))
 
 
 def _tables_of(function: types.FunctionType) -> Iterator[tuple[Mapping[str, Any], str]]:
-    names, own = function.__code__.co_names, function.__globals__
+    names, own = _names_of(function), function.__globals__
     others = [v for v in map(own.get, names) if isinstance(v, types.ModuleType)]
     files = [own, *(vars(file) for file in others if is_of_user(file))]
     return ((file, name) for file in files for name in names if name in file)
@@ -435,11 +449,33 @@ def variables_of_code(module: nn.Module) -> list[tuple[Mapping[str, Any], str]]:
     """
     found: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
     for child, function in _user_code_of(module):
-        own, names = vars(child), function.__code__.co_names
+        own, names = vars(child), _names_of(function)
         tables = [own, child._modules, *map(vars, type(child).__mro__[:-1])]  # noqa: SLF001
         pairs = [(t, name) for t in tables for name in names if name in t or t is own]
         found.update(((id(t), name), (t, name)) for t, name in (*pairs, *_tables_of(function)))
     return list(found.values())
+
+
+def reads_elsewhere(block: nn.Module) -> list[Callable[[], Any]]:
+    """Return what gives, each, a value that the user's code of a block may read of other objects.
+
+    These are variables of its files and classes, and attributes of objects that it refers to.
+    """
+    names = {name for _, function in _user_code_of(block) for name in _names_of(function)}
+    own, common = [vars(child) for child in block.modules()], vars(_PLAIN_MODULE)
+    tables = [(t, n) for t, n in variables_of_code(block) if all(t is not known for known in own)]
+    held = [v for table in own for name, v in table.items() if names and name not in common]
+    held += [x for v in held if type(v) in (list, tuple) for x in v[:_FEW]]
+    objects = {id(v): v for v in held if hasattr(v, "__dict__") and not _is_code(v)}
+    pairs = [(v, n) for v in objects.values() for n in names if n in vars(v) or n in _COUNTERS]
+    return [
+        *(partial(table.get, name) for table, name in tables if not _is_code(table.get(name))),
+        *(partial(getattr, value, name, None) for value, name in pairs),
+    ]
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, type | types.ModuleType | types.FunctionType | types.MethodType)
 
 
 def _is_pure(function: types.FunctionType) -> bool:
@@ -463,7 +499,8 @@ def _is_pure(function: types.FunctionType) -> bool:
 
 def _changes_globals(function: types.FunctionType) -> bool:
     """Whether a function assigns a variable of its file, or uses one that it could change there."""
-    if any(step.opname == "STORE_GLOBAL" for step in dis.get_instructions(function)):
+    codes = _codes_in(function.__code__)
+    if any(s.opname == "STORE_GLOBAL" for code in codes for s in dis.get_instructions(code)):
         return True
     kinds = (*_CONTAINERS, *_GENERATORS, Iterator)
     return any(isinstance(value, kinds) for _, value in _named_in(function))
