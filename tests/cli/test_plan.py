@@ -134,6 +134,8 @@ def test_both_ways_to_split_a_batch_are_predicted(ask: Ask) -> None:
     predicted = blocks["predicted"]["step_seconds"]
     assert left_open["predicted_with_blocks"] == predicted
     assert predicted > left_open["predicted"]["step_seconds"]
+    page = ask.text(*given, "trainer.strategy.microbatching=auto")
+    assert f"with trainer.strategy.microbatching=blocks: {predicted:.4g} s" in page
 
 
 def test_what_does_not_fit_gets_changes_that_do(ask: Ask) -> None:
