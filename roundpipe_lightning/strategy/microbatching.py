@@ -304,7 +304,7 @@ def contents_of(module: LightningModule) -> Contents:
     own, seen = vars(LightningModule()).keys(), {id(child): child for child in modules}
     return {
         (id(holder), name): _content(value, seen)
-        for holder in (*modules, *classes, *objects_of_code(module))
+        for holder in {id(h): h for h in (*modules, *classes, *objects_of_code(module))}.values()
         for name, value in sorted(vars(holder).items())
         if name not in own
     }

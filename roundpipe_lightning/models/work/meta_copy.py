@@ -430,16 +430,25 @@ def helpers_of(module: nn.Module) -> Sequence[type]:
 
 
 def objects_of_code(module: nn.Module) -> list[Any]:
-    """Return objects, functions and classes in the user's modules' files that their code names."""
-    found: dict[int, Any] = {id(kind): kind for kind in helpers_of(module)}
-    found |= {id(v): v for _, f in _user_code_of(module) for _, v in _named_in(f)}
-    return [
-        v
-        for v in found.values()
-        if hasattr(v, "__dict__")
-        if not isinstance(v, types.ModuleType | Tensor | logging.Logger)
-        if not isinstance(v, type) or is_of_user(sys.modules.get(v.__module__))
-    ]
+    """Return objects, functions and classes in the user's files that a step's code names.
+
+    The user's objects that these have among their attributes, too.
+    """
+    named = [v for _, f in _user_code_of(module) for _, v in _named_in(f)]
+    kinds = {kind for child in module.modules() for kind in type(child).__mro__}
+    pending, found = [*helpers_of(module), *kinds, *named], dict[int, Any]()
+    while pending:
+        value = pending.pop()
+        is_foreign = isinstance(value, type) and not is_of_user(sys.modules.get(value.__module__))
+        is_left_out = isinstance(value, types.ModuleType | Tensor | logging.Logger) or is_foreign
+        if id(value) not in found and hasattr(value, "__dict__") and not is_left_out:
+            found[id(value)] = value
+            pending += [
+                v
+                for v in vars(value).values()
+                if is_of_user(sys.modules.get(type(v).__module__)) and not isinstance(v, nn.Module)
+            ]
+    return list(found.values())
 
 
 def variables_of_code(module: nn.Module) -> list[tuple[Mapping[str, Any], str]]:
@@ -498,9 +507,14 @@ def _is_pure(function: types.FunctionType) -> bool:
 
 
 def _changes_globals(function: types.FunctionType) -> bool:
-    """Whether a function assigns a variable of its file, or uses one that it could change there."""
-    codes = _codes_in(function.__code__)
-    if any(s.opname == "STORE_GLOBAL" for code in codes for s in dis.get_instructions(code)):
+    """Whether a function assigns a variable of its file, or uses one that it could change there.
+
+    What its parameters are by default is kept, too.
+    """
+    codes = [*_codes_in(function.__code__)]
+    stores = (s.opname == "STORE_GLOBAL" for code in codes for s in dis.get_instructions(code))
+    if any("globals" in code.co_names for code in codes) or any(stores):
         return True
+    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     kinds = (*_CONTAINERS, *_GENERATORS, Iterator)
-    return any(isinstance(value, kinds) for _, value in _named_in(function))
+    return any(isinstance(v, kinds) for v in (*defaults, *(v for _, v in _named_in(function))))
