@@ -16,6 +16,7 @@ from roundpipe_lightning.engine.capture.torch_functions import ModeStack
 from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.engine.device.base import CpuDevice
 from roundpipe_lightning.engine.engine import Engine, UnusedStackWarning
+from roundpipe_lightning.engine.worker.user_code import UserCode
 from roundpipe_lightning.errors import CaptureError, ConfigurationError
 from roundpipe_lightning.planning.schedule.stages import Partition
 from tests.kit.engine import (
@@ -258,6 +259,21 @@ def test_operations_in_a_block_cost_few_calls(*, marks: bool) -> None:
     # Beside the view's attributes, and what a function costs when it is met first.
     per_operation = {"__torch_function__", "check_tensor", "observe", "_mark"} if marks else set()
     assert calls.total() <= 180 + 40 * len(per_operation), calls
+
+
+def test_user_code_has_few_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python finds those of an object with 30 or more in a slower way."""
+    numbers: list[int] = []
+    close = UserCode.close
+
+    def note(user: UserCode) -> None:
+        numbers.append(len(vars(user)))
+        close(user)
+
+    monkeypatch.setattr(UserCode, "close", note)
+    with engine_for(Regressor(2), num_microbatches=1) as engine:
+        mean_step(engine, regression_batches(1))
+    assert 0 < max(numbers) < 30
 
 
 # Writes into parameters ---------------------------------------------------------------------------

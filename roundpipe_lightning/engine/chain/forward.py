@@ -77,8 +77,7 @@ class ForwardPass:
         )
         self.user.before_read = self._end_forward
         self.user.used_by = self._used_by
-        self.user.check_gradient = self.segments.check_gradient
-        self.user.check_backward = self.segments.check_backward
+        self.user.check_gradients = self.segments.check_gradients
         self.user.side_outputs.on_use = self.segments.side_output_used
         self._names = {b: n for s in self.stacks for b, n in zip(s.blocks, s.names, strict=True)}
         self._following = following_blocks(self.stacks)

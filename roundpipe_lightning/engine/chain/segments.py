@@ -234,34 +234,33 @@ class Segments:
                 if torch._C._is_alias_of(bare, tensor):  # type: ignore[attr-defined]  # noqa: SLF001
                     raise GlueError(WRITTEN.format(writer, block))
 
-    def check_gradient(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Refuse `torch.autograd.grad` of what the code after the last block has not made."""
-        if self.number == 0:
-            return
+    def check_gradients(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | None = None
+    ) -> None:
+        """Refuse gradients of outputs where some would be missing.
+
+        Those of `inputs`, which `torch.autograd.grad` asks for, where the code after the last block
+        has not made these; `backward` of outputs (no inputs), where blocks would miss gradients, or
+        trained parameters get some.
+        """
         nodes = set(nodes_of(outputs))
-        reached = any(
-            leaf.requires_grad and get_gradient_edge(leaf).node in nodes
-            for leaf in self.last.leaves.values()
-        )
+        trained = self.user.leaves.values() if self.backward and inputs is None else ()
+        leaves = (*self.last.leaves.values(), *trained)
+        if not any(t.requires_grad and get_gradient_edge(t).node in nodes for t in leaves):
+            return
+        if inputs is None:
+            raise CaptureError(
+                "training_step calls backward() on what trained parameters or blocks have made, "
+                "which the Trainer does after training_step. Leave the call out, or set "
+                "self.automatic_optimization = False."
+            )
         inside = all(t.grad_fn is not None and not self.is_earlier(t) for t in inputs)
-        if reached and not inside:
+        if self.number and not inside:
             raise CaptureError(
                 "torch.autograd.grad(...) asks for a gradient through blocks that are recomputed: "
                 "they run backward only after the user's code, whose graph ends at the last block. "
                 "Set RoundPipeStrategy(recompute='none'), ask for gradients of what was made "
                 "after the blocks, or make the term part of the loss."
-            )
-
-    def check_backward(self, *tensors: Tensor) -> None:
-        """Refuse `backward` where blocks would miss gradients, or trained parameters get some."""
-        nodes = set(nodes_of(tensors))
-        trained = self.user.leaves.values() if self.backward else ()
-        leaves = (*self.last.leaves.values(), *trained)
-        if any(t.requires_grad and get_gradient_edge(t).node in nodes for t in leaves):
-            raise CaptureError(
-                "training_step calls backward() on what trained parameters or blocks have made, "
-                "which the Trainer does after training_step. Leave the call out, or set "
-                "self.automatic_optimization = False."
             )
 
     def clear(self) -> None:
