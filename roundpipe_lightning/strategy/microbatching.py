@@ -21,8 +21,9 @@ import math
 import sys
 import threading
 from collections import ChainMap, deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
@@ -33,7 +34,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.capture.torch_functions import version_of
+from roundpipe_lightning.engine.capture.torch_functions import (
+    set_variables,
+    variables_as,
+    version_of,
+)
 from roundpipe_lightning.engine.capture.trees import children_of, tensors_in
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.worker.user_code import Outside
@@ -302,7 +307,8 @@ def contents_of(module: LightningModule) -> Contents:
     modules = list(module.modules())
     classes = [kind for kind in type(module).__mro__ if kind not in _BASES]
     own, seen = vars(LightningModule()).keys(), {id(child): child for child in modules}
-    return {
+    variables = {(id(v), v.name): _content(value, seen) for v, value in copy_context().items()}
+    return variables | {
         (id(holder), name): _content(value, seen)
         for holder in {id(h): h for h in (*modules, *classes, *objects_of_code(module))}.values()
         for name, value in sorted(vars(holder).items())
@@ -416,6 +422,7 @@ class MicrobatchedBatch:
         self._ratios: dict[int, list[float]] = {}  # of what the first part's losses counted
         self._thread = threading.local()
         self._has_warned = False
+        self._variables = self._left = copy_context()  # the last part's stay
 
     @property
     def shares(self) -> Sequence[float]:
@@ -459,14 +466,22 @@ class MicrobatchedBatch:
                 stacklevel=2,
             )
 
-    def warn_of_writes(self, module: LightningModule) -> None:
-        """Called when the parts' steps have returned."""
+    def end(self, module: LightningModule) -> None:
+        """Called in the Trainer's thread when the parts' steps have returned."""
+        set_variables(self._left)
         if self.watched is not None:
             self.warn_of_changes(changed_since(self.watched, module))
 
-    def begin(self, index: int) -> None:
-        """Called in the thread of a part, before its step."""
+    @contextmanager
+    def running(self, index: int) -> Iterator[None]:
+        """Entered in the thread of a part, around its step.
+
+        That sees, and sets, the context variables of the Trainer's thread.
+        """
         self._thread.index = index
+        with variables_as(self._variables):
+            yield
+            self._left = copy_context()
 
     @property
     def targets(self) -> Sequence[Tensor]:

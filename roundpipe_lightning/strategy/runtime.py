@@ -323,7 +323,7 @@ class PipelineRuntime:
                     raise
                 continue
             break
-        cut.warn_of_writes(self._module)
+        cut.end(self._module)
         size, output = None, known.outputs[0]["output"]
         shares, losses = cut.shares, list(known.losses)
         if whole is not None:
@@ -387,8 +387,8 @@ class PipelineRuntime:
         )
 
         def call(view: Any, part: Any, index: int) -> Any:  # in the part's thread
-            cut.begin(index)
-            output = step_of(view, part)
+            with cut.running(index):
+                output = step_of(view, part)
             compat.check_output(output)
             cut.check_output(output)
             returned: dict[str, Any] = {

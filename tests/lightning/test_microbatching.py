@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,6 +221,10 @@ def test_a_block_that_counts_in_its_file_is_told(
         trainer.fit(module, regression_data())
 
 
+NUM_STEPS = ContextVar("NUM_STEPS", default=0)
+RATE = ContextVar("RATE", default=1.0)
+
+
 class OfItsClass:
     """An object of the user's, that counts calls of `add`."""
 
@@ -280,6 +285,15 @@ class OfAnObject(OfItsClass):
     @property
     def calls(self) -> int:
         return int(self.state.calls)
+
+
+class InAContext(OfItsClass):
+    def add(self) -> None:
+        NUM_STEPS.set(NUM_STEPS.get() + 1)
+
+    @property
+    def calls(self) -> int:
+        return NUM_STEPS.get()
 
 
 class Nested(OfItsClass):
@@ -382,6 +396,7 @@ def test_what_an_object_of_the_user_s_counts(
     """Once per batch, planning and proofs left out, or it is said."""
     OfItsClass.total = noted.calls = InATable.table["calls"] = OfAnObject.state.calls = 0
     globals()["NUM_CALLS"] = 0
+    NUM_STEPS.set(0)
     ByDefault.add.__defaults__[0].clear()  # type: ignore[index]
     module = Adding(kind)
     strategy = RoundPipeStrategy(num_microbatches=2, microbatching=mode)
@@ -394,6 +409,21 @@ def test_what_an_object_of_the_user_s_counts(
     told = r"The step writes .* Set microbatching='blocks'|'step' is not proven"
     assert any(re.search(told, text) for text in texts) == (mode == "step")
     assert calls == (6 if mode == "step" else 3), texts
+
+
+@pytest.mark.parametrize("mode", ["auto", "blocks", "step"])
+def test_context_variables_of_hooks_are_seen_in_steps(mode: Any) -> None:
+    class Rated(Regressor):
+        averages_samples = True
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            RATE.set(1.0 + batch_idx)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * RATE.get()
+
+    strategy = RoundPipeStrategy(num_microbatches=2, microbatching=mode)
+    train_alike(Rated, strategy, max_steps=3)
 
 
 @pytest.mark.parametrize("mode", ["auto", "blocks"])

@@ -249,6 +249,12 @@ def variables_as(context: Context | None) -> Iterator[None]:
             variable.reset(token)
 
 
+def set_variables(context: Context) -> None:
+    for variable, value in context.items():
+        if variable.get(context) is not value:
+            variable.set(value)
+
+
 def without_autocast() -> AbstractContextManager[Any]:
     """Compute without autocast until the end of the context.
 
