@@ -198,7 +198,7 @@ def merge(arguments: Sequence[str] | None = None) -> int:
         "strategy reads. A folder of Hugging Face is what roundpipe-export writes.",
         epilog="Example: roundpipe-merge logs/train/runs/NAME/checkpoints/last.ckpt one.ckpt",
     )
-    parser.add_argument("folder", help="the checkpoint, a folder with .metadata")
+    parser.add_argument("folder", help="the checkpoint, a folder with .metadata; or a run's folder")
     parser.add_argument("file", help="the file to write; what is there is replaced as a whole")
     parser.add_argument(
         "--trust",
@@ -209,8 +209,11 @@ def merge(arguments: Sequence[str] | None = None) -> int:
     merge_checkpoint = _module("checkpoint.io").merge_checkpoint
     from roundpipe_lightning.errors import CheckpointError
 
+    folder = Path(options.folder)
+    if (folder / "checkpoints").is_dir():  # a run's
+        folder = folder / "checkpoints" / "last.ckpt"
     try:
-        merge_checkpoint(options.folder, options.file, weights_only=not options.trust)
+        merge_checkpoint(folder, options.file, weights_only=not options.trust)
     except CheckpointError as error:
         sys.stderr.write(f"Error: {error}\n")
         return EXIT_BAD_INPUT
@@ -282,9 +285,14 @@ def explain(error: BaseException, name: str, folder: Path) -> str:
     """One line for what Hydra has refused, with the names that are near."""
     lines = [line.strip() for line in str(error).splitlines()]
     first = next(filter(None, lines), type(error).__name__)
-    missing = re.search(r"Could not (?:find|load) '([^']+)'", str(error))
+    named = re.search(r"Could not (?:find|load) '([^']+)'", str(error))
+    missing = None if named is None else named[1]
+    if first.startswith("Config group override must be"):  # a number, such as hardware=4090
+        words = (w.replace("=", "/", 1) for w in sys.argv[1:] if re.fullmatch(r"\w+=[\w.-]+", w))
+        unknown = (word for word in words if not (folder / f"{word}.yaml").is_file())
+        missing = next((w for w in unknown if (folder / w.partition("/")[0]).is_dir()), None)
     if missing is not None:
-        group, _, file = missing[1].partition("/")
+        group, _, file = missing.partition("/")
         paths = [path.relative_to(folder / group) for path in (folder / group).rglob("*.yaml")]
         files = sorted(p.with_suffix("").as_posix() for p in paths if p.parts[0] != "base")
         model, _, method = file.partition("/")

@@ -61,7 +61,7 @@ _STRUCTURE = "structure"
 _REFERENCE = "roundpipe_tensor"
 _LEAST_BYTES = 1024  # smaller tensors stay in the structure
 _ALIGNMENT = 64  # torch's own, of tensors in a file
-_HOW_TO_EXPORT = "roundpipe-export makes such a folder of a checkpoint of either form."
+_HOW_TO_EXPORT = "roundpipe-export makes a folder of Hugging Face of a checkpoint of either form."
 
 T = TypeVar("T")
 Share: TypeAlias = Callable[[Any], Sequence[Any]]

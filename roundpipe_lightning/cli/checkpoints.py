@@ -141,7 +141,8 @@ def _with_run(config: DictConfig, checkpoint: Path | None) -> DictConfig:
     if filled.model is None:
         raise ConfigurationError(
             f"ckpt_path={config.ckpt_path}: there is no config.yaml of a run beside it that says "
-            "which model it is of. Name it: model=..., and peft=... if it has adapters."
+            "which model it is of. Name it to roundpipe-export: model=..., and peft=... if it has "
+            "adapters."
         )
     return filled
 

@@ -96,6 +96,7 @@ def test_prints_the_configuration_of_a_job(tmp_path: Path) -> None:
         ("--data", "'--data' is no setting. Write them as NAME=VALUE"),
         ("+push_to_hub=a/b", "There is no setting push_to_hub. roundpipe-export has it."),
         ("+partition.team=2", "Did you mean partition.team_size or"),
+        ("hardware=4090", "hardware=4090 does not exist. Did you mean hardware=rtx4090?"),
         ("--config", "'--config' is no setting. Write them as NAME=VALUE"),
     ],
 )

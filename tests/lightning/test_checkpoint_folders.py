@@ -194,6 +194,9 @@ def test_one_file_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert plain(torch.load(tmp_path / "one.ckpt", weights_only=True)) == plain(_checkpoint())
     assert main([str(tmp_path / "x.ckpt"), str(tmp_path / "two.ckpt")]) == 0
     assert plain(torch.load(tmp_path / "two.ckpt")) == plain(_checkpoint())
+    _folder().save_checkpoint(_checkpoint(), tmp_path / "run" / "checkpoints" / "last.ckpt")
+    assert main([str(tmp_path / "run"), str(tmp_path / "of_run.ckpt")]) == 0
+    assert plain(torch.load(tmp_path / "of_run.ckpt")) == plain(_checkpoint())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
     wrong = {
