@@ -291,6 +291,17 @@ def test_host_memory_that_is_missing_is_named_with_what_mends_it(ask: Ask) -> No
         assert " ".join(change["overrides"]) in page
 
 
+def test_changes_of_every_kind_are_offered(tmp_path: Path) -> None:
+    job = Job(configure(tmp_path, *TIGHT, "hardware.host_memory=30MiB"), models=_models)
+    found = cheapest_changes(job, count=12)
+    assert {override for remedy, _ in found for override in remedy.change.overrides} >= {
+        *("data.batch_size=4", "trainer.accumulate_grad_batches=2"),
+        *("optimizer=adamw_8bit", "optimizer=adamw_bf16_moments", "optimizer=adamw_disk"),
+        *("trainer.precision=bf16-true", "trainer.strategy.gradient_dtype=bf16"),
+        *("peft=lora", "peft=qlora", "nodes=2"),
+    }
+
+
 def test_the_longest_sequence(ask: Ask) -> None:
     found = ask.json(*TIGHT, "longest=true")
     longest = found["longest_seq_len"]
