@@ -55,11 +55,12 @@ class TimedBlock(nn.Module):
 
     def __init__(self, server: EmulatedServer, seconds: float) -> None:
         super().__init__()
-        self.server, self.seconds = server, seconds
+        # As a function: attributes of an object would count as written by the step.
+        self.work = partial(server.work, forward_seconds=seconds, backward_seconds=2 * seconds)
         self.weight = nn.Parameter(torch.zeros(_NUM_WEIGHTS))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.server.work(x, forward_seconds=self.seconds, backward_seconds=2 * self.seconds)
+        x = self.work(x)
         return x + self.weight[:1]
 
 
