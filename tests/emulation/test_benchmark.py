@@ -90,7 +90,6 @@ def test_all_cores_are_kept_where_the_system_does_not_say(
     assert benchmark.keep_to_cores(1) == 0
 
 
-@pytest.mark.filterwarnings("ignore:The step writes server")  # its clock, which blocks move on
 @pytest.mark.parametrize("update", ["exact", "async"])
 def test_the_command_goes_on_while_updates_and_backward_passes_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, update: str
