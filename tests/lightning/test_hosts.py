@@ -860,6 +860,19 @@ def test_every_host_writes_its_part(
         RoundPipeCheckpointIO().load_checkpoint(paths[1])
 
 
+def test_what_a_host_gave_before_its_end_is_taken() -> None:
+    """It says that it has ended over another connection, which may be faster."""
+    hosts: Any = mock.Mock(spec=Hosts, is_closed=False, timeout_seconds=60)
+    hosts.watch = mock.Mock(lost=(1, "raised an error"))
+    hosts._lost.return_value = HostError("lost")
+    late = mock.Mock(**{"is_completed.return_value": False})
+    late.wait.side_effect = [RuntimeError("time out"), True]
+    Hosts.wait(hosts, late, "step")
+    late.wait.side_effect = RuntimeError("time out")
+    with pytest.raises(HostError, match="lost"):
+        Hosts.wait(hosts, late, "step")
+
+
 def test_state_on_a_disk_is_refused(tmp_path: Path) -> None:
     for seen in run_on_hosts(2, save_and_resume, 2, tmp_path, 1, None, "disk"):
         assert type(seen) is ConfigurationError

@@ -235,7 +235,7 @@ class Hosts:
         Raises:
             HostError: Another host has ended, or does not answer.
         """
-        begun, patience = time.monotonic(), _SHORT
+        begun, patience, is_last_look = time.monotonic(), _SHORT, False
         while True:
             is_over = work.is_completed()  # asked before: it may end while its time runs out
             try:
@@ -248,8 +248,9 @@ class Hosts:
                 return
             if self.is_closed:
                 raise HostError(f"The exchange of {what} was given up on host {self.rank}.")
-            if self.watch.lost is not None:
+            if is_last_look:
                 raise self._lost(what)
+            is_last_look = self.watch.lost is not None  # what it gave before may be on its way
             if time.monotonic() - begun > self.timeout_seconds:
                 raise HostError(
                     f"Host {self.rank} waited {self.timeout_seconds:g} s for others while it "
