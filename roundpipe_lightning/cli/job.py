@@ -20,7 +20,6 @@ from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
-from hydra.utils import get_object
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
@@ -151,6 +150,8 @@ class Job:
             elif spec is not None:
                 devices = trainer.devices = spec.num_devices
         if isinstance(devices, str) and devices not in ("auto", "-1"):
+            if not re.fullmatch(r"[\d, ]+", devices):
+                raise ConfigurationError(f"trainer.devices={devices}: give a number, or auto.")
             return len(devices.split(","))
         if isinstance(devices, int) and devices != -1:
             return whole("trainer.devices", devices)
@@ -200,7 +201,8 @@ class Job:
             trainer.precision = "32-true" if self.computes_on_host else mixed
         precision, strategy = trainer.get("precision"), trainer.get("strategy")
         if isinstance(strategy, DictConfig):
-            is_whole = getattr(get_object(self.config.module["_target_"]), "whole_batches", False)
+            module = getattr(build(self.config.module), "func", None)
+            is_whole = getattr(module, "whole_batches", False)
             if strategy.get("microbatching", "") is None:
                 strategy.microbatching = "blocks" if is_whole else "step"
             if is_whole and strategy.get("microbatching") == "step":
@@ -317,9 +319,10 @@ class Job:
             raise ConfigurationError(
                 "trainer.val_check_interval=0: give a number above 0, or null."
             )
-        for name in ("train", "val", "test", "predict"):
-            if isinstance(limit := trainer.get(f"limit_{name}_batches"), str):
-                raise ConfigurationError(f"trainer.limit_{name}_batches={limit}: give a number.")
+        limits = (f"limit_{name}_batches" for name in ("train", "val", "test", "predict"))
+        for name in ("gradient_clip_val", *limits):
+            if isinstance(given := trainer.get(name), str):
+                raise ConfigurationError(f"trainer.{name}={given}: give a number.")
         count = None if self.strategy is None else self.num_microbatches
         if count is not None and size is not None and count > size:
             if self.options.given_plan is not None:

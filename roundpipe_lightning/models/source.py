@@ -132,6 +132,11 @@ class ModelSource:
             if value not in known:
                 words = ", ".join("null" if each is None else str(each) for each in known)
                 raise ConfigurationError(f"model.{name}={value!r} is not one of {words}.")
+        if not isinstance(self.pretrained_options or {}, Mapping):
+            raise ConfigurationError(
+                f"model.pretrained_options={self.pretrained_options!r}: give arguments of "
+                "from_pretrained by their names."
+            )
         if self.is_pretrained and self.hub_name is None:
             raise ConfigurationError(
                 "model.weights=pretrained needs model.hub_name: a name on the Hugging Face hub or "
@@ -229,10 +234,11 @@ class ModelSource:
             from_config = cast(Callable[..., PreTrainedModel], self.head.auto_class.from_config)
             try:
                 model = from_config(config, dtype=dtype, **options)
-            except (ValueError, ImportError) as error:
-                if self.attention is None:
-                    raise
-                raise ConfigurationError(f"model.attention={self.attention}: {error}") from error
+            except (ValueError, ImportError, KeyError, TypeError, ArithmeticError) as error:
+                wrong = f"model.attention={self.attention}"
+                if self.attention is None or not isinstance(error, (ValueError, ImportError)):
+                    wrong = f"model.architecture cannot be built: {type(error).__name__}"
+                raise ConfigurationError(f"{wrong}: {error}") from error
         if self.is_pretrained:
             model.config.name_or_path = model.name_or_path = cast(str, self.hub_name)
         return model

@@ -78,7 +78,7 @@ class Adapters:
                     # peft writes some for experts itself, and misses modules for them
                     warnings.filterwarnings("ignore", message=".*_pattern keys did not match")
                 return cast("PeftModel", get_peft_model(model, config))
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, TypeError, NotImplementedError) as error:
             raise ConfigurationError(
                 f"peft={self.method} cannot be applied to this model: {error}"
             ) from error
@@ -123,9 +123,9 @@ def _check_range(name: str, value: object) -> None:
         raise ConfigurationError(
             f"peft.{name}={value} must lie between 0 and 1, 1 itself not included."
         )
-    if name == "target_modules" and value is not None and not value:
+    if name == "target_modules" and (isinstance(value, int) or value in ("", [])):
         raise ConfigurationError(
-            "peft.target_modules is empty: name the layers to adapt, or 'all-linear'."
+            f"peft.target_modules={value}: name the layers to adapt, or 'all-linear'."
         )
 
 

@@ -130,7 +130,7 @@ NO_MODULE = r"modules_to_save.*nearest are lm_head"
         ({"r": 0}, r"peft.r=0 must be a whole number, 1 or more"),
         ({"r": 1.5}, r"peft.r=1.5 must be a whole number"),
         ({"lora_dropout": 1.0}, r"peft.lora_dropout=1.0 must lie between 0 and 1"),
-        ({"target_modules": []}, r"target_modules is empty"),
+        ({"target_modules": []}, r"target_modules=\[\]: name the layers"),
         ({"bias": "some"}, r"bias"),
         ({"target_modules": ["v_proj", "q_prj"]}, NO_LAYER),
         ({"target_modules": r".*\.c_attn"}, r"matches no module"),
