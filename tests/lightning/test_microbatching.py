@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import re
+import sys
 import threading
 import warnings
 from collections import deque
@@ -411,6 +412,19 @@ def test_what_an_object_of_the_user_s_counts(
     assert any(re.search(told, text) for text in texts) == (mode == "step")
     is_repeated = mode == "step" and kind is not InAContext  # of which every part has its own
     assert calls == (6 if is_repeated else 3), texts
+
+
+@pytest.mark.parametrize("mode", ["auto", "blocks", "step"])
+def test_objects_may_lie_deeper_than_python_s_stack(mode: Any) -> None:
+    module: Any = Adding(Nested)
+    module.link = None
+    for _ in range(2 * sys.getrecursionlimit()):
+        link = Nested(0)
+        link.inner, module.link = module.link, link
+    strategy = RoundPipeStrategy(num_microbatches=2, microbatching=mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make_trainer(strategy=strategy, devices=2, max_steps=2).fit(module, regression_data())
 
 
 @pytest.mark.parametrize("mode", ["auto", "blocks", "step"])

@@ -359,21 +359,20 @@ def _code_of(
                 follow(helper)
 
 
-def _helpers_in(values: Iterable[Any], seen: set[int] | None = None) -> Iterator[type]:
+def _helpers_in(values: Iterable[Any]) -> Iterator[type]:
     """Return the user's classes among values, and those of objects; modules' are no helpers."""
-    seen = set() if seen is None else seen
-    for value in values:
+    pending, seen = [*values], set[int]()
+    while pending:
+        value = pending.pop()
         kind = value if isinstance(value, type) else type(value)
-        if isinstance(value, nn.Module) or issubclass(kind, nn.Module) or id(value) in seen:
+        if issubclass(kind, nn.Module) or id(value) in seen:
             continue
         seen.add(id(value))
         if is_of_user(sys.modules.get(kind.__module__)):
             yield kind
-            held = [] if value is kind else getattr(value, "__dict__", {}).values()
-        else:
-            held = value.values() if isinstance(value, dict) else value
-            held = held if isinstance(value, (*_CONTAINERS, tuple)) and len(value) < _MANY else ()
-        yield from _helpers_in(held, seen)
+            pending += [] if value is kind else getattr(value, "__dict__", {}).values()
+        elif isinstance(value, (*_CONTAINERS, tuple)) and len(value) < _MANY:
+            pending += value.values() if isinstance(value, dict) else value
 
 
 def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
