@@ -47,7 +47,7 @@ from roundpipe_lightning.models.batches import batch_size_of, split_batch, targe
 from roundpipe_lightning.models.work.meta_copy import (
     is_of_user,
     objects_of_code,
-    reads_elsewhere,
+    reads_outside,
     variables_of_code,
 )
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
@@ -344,13 +344,13 @@ def shared_contents(module: LightningModule) -> dict[Any, Any]:
     return found | {(id(t), name): _content(t.get(name), ChainMap({}, seen)) for t, name in tables}
 
 
-def elsewhere() -> Callable[[nn.Module], list[Any]]:
-    """Return what gives what a block may read of other objects: it decides what it computes."""
+def outside_reader() -> Callable[[nn.Module], list[Any]]:
+    """Return a function that reads what a block may read from other objects."""
     known: dict[nn.Module, list[Callable[[], Any]]] = {}
 
     def values(block: nn.Module) -> list[Any]:
         if block not in known:
-            known[block] = reads_elsewhere(block)
+            known[block] = reads_outside(block)
         return [_content(get(), is_for_step=True) for get in known[block]]
 
     return values

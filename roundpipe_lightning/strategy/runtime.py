@@ -47,7 +47,7 @@ from roundpipe_lightning.strategy.microbatching import (
     Contents,
     MicrobatchedBatch,
     ModeChoice,
-    elsewhere,
+    outside_reader,
     shared_contents,
 )
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
@@ -200,7 +200,7 @@ class PipelineRuntime:
         with torch.inference_mode(mode=False):  # else the parameters could not be trained
             self._engine = engine.__enter__()
         engine.forms.contents = partial(shared_contents, self._module)
-        engine.forms.elsewhere = elsewhere()
+        engine.forms.read_outside = outside_reader()
         if self.overlaps_updates:
             units = update_units(self._module, self.blocks, shared=engine.store.shared)
             exchange = None if self.hosts is None else Exchange(self.hosts)

@@ -78,11 +78,11 @@ class CallForms:
         self.trusts_rows = trusts_rows
         self.whole: dict[str, str] = {}  # blocks that run on the whole batch, and why
         self.known: dict[Key, CallForm | None] = {}
-        # of the blocks when they were compared, by `state_of` and `elsewhere`, and the rows of
+        # of the blocks when they were compared, by `state_of` and `read_outside`, and the rows of
         # those batches
         self.states: dict[Key, tuple[Any, set[int]]] = {}
-        #: Gives what a block may read of other objects.
-        self.elsewhere: Callable[[nn.Module], Any] = lambda block: None
+        #: Returns the values that a block may read from other objects.
+        self.read_outside: Callable[[nn.Module], Any] = lambda block: None
         # dimensions of what blocks gave
         self.by_calls: dict[FunctionCalls, Sequence[int | None]] = {}
         #: Gives what runs of a block share, to be compared.
@@ -98,7 +98,7 @@ class CallForms:
             yield
             return
         self._watched.add(type(block))
-        before, writers = self.contents(), {"print"}
+        before, writers = self.contents(), set[str]()
 
         def may_write(name: str) -> bool:
             writers.add(name)
@@ -109,7 +109,8 @@ class CallForms:
                 yield
         finally:  # checkpointing may end a recompute early, by an exception
             after = self.contents()
-            if len(writers) > 1 or any(after.get(key, old) != old for key, old in before.items()):
+            writers.discard("print")
+            if writers or any(after.get(key, old) != old for key, old in before.items()):
                 warnings.warn(
                     f"Block {name!r} writes into a list, a dict or another object, into a file or "
                     "a global. It runs once per microbatch, and again when it is recomputed: what "
@@ -320,7 +321,7 @@ class DriverForward(ForwardPass):
         if form is None and key in forms.known:
             return None
         sizes = None if form is None else self._sizes(arguments, form.arguments)
-        state = state_of(block, writes), forms.elsewhere(block)
+        state = state_of(block, writes), forms.read_outside(block)
         before, compared = forms.states.setdefault(key, (state, set()))
         if before != state:
             # All are compared once more, from the first block of the next batch on.

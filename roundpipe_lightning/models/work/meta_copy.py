@@ -464,8 +464,8 @@ def variables_of_code(module: nn.Module) -> list[tuple[Mapping[str, Any], str]]:
     return list(found.values())
 
 
-def reads_elsewhere(block: nn.Module) -> list[Callable[[], Any]]:
-    """Return what gives, each, a value that the user's code of a block may read of other objects.
+def reads_outside(block: nn.Module) -> list[Callable[[], Any]]:
+    """Return functions, each of which reads a value that a block may read from other objects.
 
     These are variables of its files and classes, and attributes of objects that it refers to.
     """
