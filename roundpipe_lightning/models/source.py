@@ -307,10 +307,13 @@ class ModelSource:
         """Refuse to map weights that are published as codes, and to quantise what stays codes."""
         is_packed = getattr(config, "quantization_config", None) is not None
         is_packed |= self.unpacks and self.hub_name == self.architecture_of
-        if is_packed and (self.keeps_weights_in_files or (self.quantizes and not self.unpacks)):
+        ways = ["model.frozen_weights=memory"] if self.keeps_weights_in_files else []
+        if self.quantizes and not self.unpacks:
+            ways.append("model.frozen_bits=16")
+        if is_packed and ways:
             raise ConfigurationError(
                 f"The weights of {self.hub_name!r} are published in a quantised form that has to "
-                "be unpacked. Use model.frozen_weights=memory and model.frozen_bits=16."
+                f"be unpacked. Use {' and '.join(ways)}."
             )
 
     def _check_remote_code(self) -> None:

@@ -538,7 +538,7 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["peft=lora", "peft.frozen_bits=3"], "frozen_bits=3"),
         (
             ["model=gpt_oss_20b", "model.weights=pretrained", "model.frozen_weights=mmap"],
-            "published in a quantised form",
+            "in a quantised form that has to be unpacked. Use model.frozen_weights=memory.",
         ),
         (["+model.architecture.hidden_sice=64"], "no such field. The nearest are hidden_size"),
         (["+model.architecture.foo=1"], "a configuration of 'qwen3' has no such field"),
