@@ -35,8 +35,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roundpipe_lightning.engine.capture.torch_functions import (
+    THREAD_LOCALS,
     set_variables,
     variables_as,
+    variables_now,
     version_of,
 )
 from roundpipe_lightning.engine.capture.trees import children_of, tensors_in
@@ -48,6 +50,7 @@ from roundpipe_lightning.models.work.meta_copy import (
     is_of_user,
     objects_of_code,
     reads_outside,
+    thread_locals_of,
     variables_of_code,
 )
 from roundpipe_lightning.models.work.step_proof import LossKind, Unproven
@@ -116,6 +119,7 @@ class ModeChoice:
         self._chosen: dict[str, tuple[str, Sequence[_Look] | None]] = {}
         self._sizes: set[tuple[torch.Size, ...]] = set()  # for which it is proven
         self._known: dict[nn.Module, Any] = {}  # of blocks, since earlier proofs
+        self._has_begun = False
 
     def begin(
         self,
@@ -137,6 +141,9 @@ class ModeChoice:
         Raises:
             BatchError: `microbatching="step"`, and it cannot be split.
         """
+        if not self._has_begun:
+            self._has_begun = True
+            THREAD_LOCALS.set(thread_locals_of(self._module))
         chosen = self._mode if self._mode != "auto" else self._chosen_for(batch, arguments, count)
         is_cut = trains and count > 1
         if is_cut and self._tells:
@@ -422,7 +429,7 @@ class MicrobatchedBatch:
         self._ratios: dict[int, list[float]] = {}  # of what the first part's losses counted
         self._thread = threading.local()
         self._has_warned = False
-        self._variables = self._left = copy_context()  # the last part's stay
+        self._variables = self._left = variables_now()  # the last part's stay
 
     @property
     def shares(self) -> Sequence[float]:
@@ -481,7 +488,7 @@ class MicrobatchedBatch:
         self._thread.index = index
         with variables_as(self._variables):
             yield
-            self._left = copy_context()
+            self._left = variables_now()
 
     @property
     def targets(self) -> Sequence[Tensor]:

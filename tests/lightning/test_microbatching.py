@@ -10,7 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -440,6 +440,79 @@ def test_context_variables_of_hooks_are_seen_in_steps(mode: Any) -> None:
 
     strategy = RoundPipeStrategy(num_microbatches=2, microbatching=mode)
     train_alike(Rated, strategy, max_steps=3)
+
+
+OF_THREADS = threading.local()
+
+
+class _Rated(training.Block):
+    """Multiplies by a number of its thread."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(OF_THREADS, "rate", 1.0)
+
+
+class OfThreads(Regressor):
+    """Steps that read, and write, `threading.local` values that hooks set."""
+
+    averages_samples = True
+
+    def __init__(self, *, writes: bool, changes: bool) -> None:
+        super().__init__()
+        self.layers[1] = _Rated()
+        self.writes, self.changes = writes, changes
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        OF_THREADS.rate = 0.5 + self.changes * batch_idx
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) * OF_THREADS.rate
+        if self.writes:
+            OF_THREADS.rate = 7.0
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(OF_THREADS.rate)
+        del OF_THREADS.rate
+
+
+@pytest.mark.filterwarnings("ignore:The step writes")
+@pytest.mark.parametrize("mode", ["auto", "blocks", "step"])
+@pytest.mark.parametrize(("writes", "changes"), [(False, False), (False, True), (True, False)])
+def test_values_of_hooks_that_are_a_thread_s_own(mode: Any, *, writes: bool, changes: bool) -> None:
+    strategy = RoundPipeStrategy(num_microbatches=4, microbatching=mode)
+    make = partial(OfThreads, writes=writes, changes=changes)
+    one, module = train_alike(make, strategy, max_steps=4)
+    assert module.seen == one.seen
+
+
+class Referring(Regressor):
+    """Reads what objects that it holds, and functions that it calls, have for each thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        enclosed = threading.local()
+
+        def rate() -> float:
+            return float(enclosed.rate * self.holders[0].inner.rate)
+
+        self.rate = rate
+        self.enclosed = [enclosed]
+        self.holders = [Nested(0)]
+        self.holders[0].inner = threading.local()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.enclosed[0].rate = 2.0 + batch_idx
+        self.holders[0].inner.rate = 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.rate()
+
+
+@pytest.mark.parametrize("kind", [RoundPipeStrategy, EmulatedStrategy])
+def test_thread_s_own_values_of_objects_and_closures(kind: Any) -> None:
+    train_alike(Referring, kind(num_microbatches=4), max_steps=3)
 
 
 @pytest.mark.parametrize("mode", ["auto", "blocks"])

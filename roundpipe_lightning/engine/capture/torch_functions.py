@@ -8,13 +8,14 @@ from __future__ import annotations
 
 # ruff: noqa: SLF001 - PyTorch has no public way to the stack of modes
 import inspect
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import Context
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -234,25 +235,50 @@ def autocast_as(states: Iterable[Autocast]) -> AbstractContextManager[Any]:
     return contexts
 
 
+#: Objects of the user's code that have values for each thread.
+THREAD_LOCALS: ContextVar[Sequence[threading.local]] = ContextVar("threading.local", default=())
+
+
+class Variables(NamedTuple):
+    """Context variables of a thread, and what the user's `threading.local` objects have in it."""
+
+    context: Context
+    locals: Sequence[tuple[threading.local, dict[str, Any]]]
+
+
+def variables_now() -> Variables:
+    return Variables(copy_context(), [(one, dict(vars(one))) for one in THREAD_LOCALS.get()])
+
+
 @contextmanager
-def variables_as(context: Context | None) -> Iterator[None]:
+def variables_as(variables: Variables) -> Iterator[None]:
     missing = object()
     tokens = [
         (variable, variable.set(value))
-        for variable, value in (context or {}).items()
+        for variable, value in variables.context.items()
         if variable.get(missing) is not value
     ]
+    before = variables_now().locals
+    _set_locals(variables.locals)
     try:
         yield
     finally:
+        _set_locals(before)
         for variable, token in reversed(tokens):
             variable.reset(token)
 
 
-def set_variables(context: Context) -> None:
-    for variable, value in context.items():
-        if variable.get(context) is not value:
+def set_variables(variables: Variables) -> None:
+    for variable, value in variables.context.items():
+        if variable.get(variables) is not value:
             variable.set(value)
+    _set_locals(variables.locals)
+
+
+def _set_locals(values: Sequence[tuple[threading.local, dict[str, Any]]]) -> None:
+    for one, own in values:
+        vars(one).clear()
+        vars(one).update(own)
 
 
 def without_autocast() -> AbstractContextManager[Any]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import Context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import Form
-from roundpipe_lightning.engine.capture.torch_functions import Autocast, version_of
+from roundpipe_lightning.engine.capture.torch_functions import Autocast, Variables, version_of
 from roundpipe_lightning.engine.capture.trees import Copies, Reference
 from roundpipe_lightning.engine.chain.values import WRITTEN_SINCE, BlockCall, Given, Value
 from roundpipe_lightning.engine.device.events import StepAborted
@@ -84,7 +83,7 @@ class PostedCall:
     sizes: Sequence[int]  # rows of every piece; one without rows leaves the call out
     gradient: bool
     autocast: Sequence[Autocast]
-    variables: Context
+    variables: Variables
     writes: ModuleWrites  # what user code has written into the block's attributes
     form: CallForm
     shadows: Sequence[Shadow]  # what its values are for a few rows, where that was tried

@@ -11,7 +11,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -24,6 +23,7 @@ from roundpipe_lightning.engine.capture.torch_functions import (
     autocast_as,
     autocast_now,
     variables_as,
+    variables_now,
     version_of,
 )
 from roundpipe_lightning.engine.capture.trees import Copies, Swap
@@ -248,7 +248,7 @@ class DriverForward(ForwardPass):
             versions=versions,
             gradient=torch.is_grad_enabled(),
             autocast=autocast_now(),
-            variables=copy_context(),
+            variables=variables_now(),
             writes=self.user.writes.within(block),
             form=form,
             shadows=shadows,

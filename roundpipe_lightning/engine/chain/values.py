@@ -7,7 +7,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import Context, copy_context
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,9 +18,11 @@ from roundpipe_lightning.engine.capture.module_writes import ModuleWrites
 from roundpipe_lightning.engine.capture.placeholder import Form, LazyTensor
 from roundpipe_lightning.engine.capture.torch_functions import (
     Autocast,
+    Variables,
     autocast_as,
     autocast_now,
     variables_as,
+    variables_now,
     version_of,
 )
 from roundpipe_lightning.engine.capture.trees import Copies, Reference, Swap, tensors_in
@@ -321,7 +322,7 @@ class BlockCall:
         self._sample: Sample | None = None
         self._idle_hooks: set[int] = set()
         self._autocast: list[Autocast] = []
-        self._variables: Context | None = None
+        self._variables: Variables | None = None
         self._versions: list[int] = []
         if self.gradient:
             self._given = Copies(self._keep).arguments(given)
@@ -332,7 +333,7 @@ class BlockCall:
         )
         self.is_recomputed = self.wanted and self.segment is None
         if self.is_recomputed:
-            self._autocast, self._variables = autocast_now(), copy_context()
+            self._autocast, self._variables = autocast_now(), variables_now()
             self._versions = list(map(version_of, self.arguments))
         else:
             self._given = None  # it never runs again
@@ -454,8 +455,9 @@ class BlockCall:
         """
         if any(version_of(t) != v for t, v in zip(self.arguments, self._versions, strict=True)):
             raise CaptureError(WRITTEN_SINCE.format(self.name))
+        assert self._given is not None, "kept where a gradient is wanted"
+        assert self._variables is not None
         with autocast_as(self._autocast), variables_as(self._variables):
-            assert self._given is not None, "kept where a gradient is wanted"
             outcome = self.run_forward(
                 resident, block, take, given=self._given, watched=watched, again=True
             )

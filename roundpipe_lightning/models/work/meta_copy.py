@@ -22,9 +22,11 @@ import random
 import re
 import sys
 import sysconfig
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -361,6 +363,12 @@ def _code_of(
 
 def _helpers_in(values: Iterable[Any]) -> Iterator[type]:
     """Return the user's classes among values, and those of objects; modules' are no helpers."""
+    kinds = (v if isinstance(v, type) else type(v) for v in _within(values))
+    return (kind for kind in kinds if is_of_user(sys.modules.get(kind.__module__)))
+
+
+def _within(values: Iterable[Any]) -> Iterator[Any]:
+    """Return values, and what containers and the user's objects among them hold; no modules."""
     pending, seen = [*values], set[int]()
     while pending:
         value = pending.pop()
@@ -368,8 +376,8 @@ def _helpers_in(values: Iterable[Any]) -> Iterator[type]:
         if issubclass(kind, nn.Module) or id(value) in seen:
             continue
         seen.add(id(value))
+        yield value
         if is_of_user(sys.modules.get(kind.__module__)):
-            yield kind
             pending += [] if value is kind else getattr(value, "__dict__", {}).values()
         elif isinstance(value, (*_CONTAINERS, tuple)) and len(value) < _MANY:
             pending += value.values() if isinstance(value, dict) else value
@@ -448,6 +456,18 @@ def objects_of_code(module: nn.Module) -> list[Any]:
                 if is_of_user(sys.modules.get(type(v).__module__)) and not isinstance(v, nn.Module)
             ]
     return list(found.values())
+
+
+def thread_locals_of(module: nn.Module) -> list[threading.local]:
+    """Return what has values for each thread among what the code names, encloses or holds."""
+    held = [table.get(name) for table, name in variables_of_code(module)]
+    for holder in (*module.modules(), *objects_of_code(module)):
+        held += vars(holder).values()
+    for _, function in _user_code_of(module):
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # it is empty
+                held.append(cell.cell_contents)
+    return [value for value in _within(held) if isinstance(value, threading.local)]
 
 
 def variables_of_code(module: nn.Module) -> list[tuple[Mapping[str, Any], str]]:

@@ -12,7 +12,6 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextvars import copy_context
 from copy import copy
 from functools import partial
 from operator import itemgetter
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
 from roundpipe_lightning.engine.capture.files import watched_writes
-from roundpipe_lightning.engine.capture.torch_functions import set_variables
+from roundpipe_lightning.engine.capture.torch_functions import set_variables, variables_now
 from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.chain.row_check import state_of
@@ -91,7 +90,7 @@ def _traceless(module: nn.Module) -> Iterator[dict[str, Any]]:
     The environment, too.
     """
     kinds = {kind for child in module.modules() for kind in type(child).__mro__}
-    before, environment, variables = random_state(), dict(os.environ), copy_context()
+    before, environment, variables = random_state(), dict(os.environ), variables_now()
     held = [(holder, dict(vars(holder))) for holder in (*kinds, *objects_of_code(module))]
     known = [(v, copy(v)) for _, values in held for v in values.values() if type(v) in _CONTAINERS]
     try:
