@@ -113,11 +113,10 @@ class ModeChoice:
         self._fuses_loss = self._warns = options.fuses_loss
         known = getattr(module, "averages_samples", False)
         self._tells = self._mode == "step" and not known
-        # What the first batch sets, once, is no write: transformers does.
-        self._looks_in = 2 if self._mode == "step" else 0
+        self._num_cut = 0  # training batches that were split
         # by the text of a batch's form; and what a proven step reads
-        self._chosen: dict[str, tuple[str, Sequence[_Look] | None]] = {}
-        self._sizes: set[tuple[torch.Size, ...]] = set()  # for which it is proven
+        self._chosen: dict[str, tuple[str, Sequence[_Look]]] = {}
+        self._sizes: set[Any] = set()  # forms, and shapes of tensors, for which it is proven
         self._known: dict[nn.Module, Any] = {}  # of blocks, since earlier proofs
         self._has_begun = False
 
@@ -151,8 +150,10 @@ class ModeChoice:
         if chosen not in (None, "blocks"):
             try:
                 cut = self._split(batch, count, chosen, fusion)
-                self._looks_in -= is_cut
-                if is_cut and not self._looks_in:
+                self._num_cut += is_cut
+                # What the first batch sets, once, is no write: transformers does.
+                is_seldom = self._num_cut > 1 and self._num_cut.bit_count() == 1
+                if is_cut and is_seldom and self._mode == "step":
                     cut.watched = contents_of(self._module)
                 return cut
             except BatchError:
@@ -180,7 +181,7 @@ class ModeChoice:
     def _chosen_for(self, batch: Any, arguments: Sequence[Any], count: int) -> str | None:
         form = str(form_of(batch))
         chosen, looks = self._chosen.get(form, (None, ()))
-        is_new = looks is None or tuple(t.shape for t in tensors_in(batch)) not in self._sizes
+        is_new = self._size_of(batch) not in self._sizes
         if is_new and chosen not in (None, "blocks") and count > 1:
             try:  # of a checkpoint: the code may be another one now
                 kind, looks = self._prove(batch, arguments, count)
@@ -189,7 +190,7 @@ class ModeChoice:
                 self._chosen[form] = kind, looks
             except Unproven as error:
                 return self._go_back(batch, str(error))
-        for name, get, found in looks or ():
+        for name, get, found in looks:
             if _content(get(), is_for_step=True) != found:
                 return self._go_back(batch, f"the step reads {name}, which has changed")
         return chosen
@@ -210,8 +211,11 @@ class ModeChoice:
             known=self._known,
             divided=divided,
         )
-        self._sizes.add(tuple(tensor.shape for tensor in tensors_in(batch)))
+        self._sizes.add(self._size_of(batch))
         return kind.value, [(name, get, _content(get(), is_for_step=True)) for name, get in read]
+
+    def _size_of(self, batch: Any) -> Any:
+        return form_of(batch), *(tensor.shape for tensor in tensors_in(batch))
 
     def _go_back(self, batch: Any, reason: str) -> str:
         self._chosen[str(form_of(batch))] = "blocks", ()
@@ -284,7 +288,7 @@ class ModeChoice:
             if reason:
                 raise Unproven(reason)
             if name := changed_since(before, self._module):
-                raise Unproven(f"it writes into a list, a dict, an object or a counter ({name})")
+                raise Unproven(f"a list, a dict, an object or a counter is written into ({name})")
             self._chosen[form] = self._prove(batch, arguments, num_microbatches, divided)
         except Unproven as error:
             self._chosen[form] = "blocks", ()
@@ -305,8 +309,7 @@ class ModeChoice:
         return {form: chosen for form, (chosen, _) in self._chosen.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._mode == "auto":
-            self._chosen.update((form, (chosen, None)) for form, chosen in state.items())
+        self._chosen.update((form, (chosen, ())) for form, chosen in state.items())
 
 
 def contents_of(module: LightningModule) -> Contents:
@@ -467,9 +470,9 @@ class MicrobatchedBatch:
         if changed and len(self.parts) > 1 and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"The step writes {changed}: with microbatching='step' once per microbatch, of its "
-                "rows, and an attribute keeps the last one's value. Set microbatching='blocks' "
-                "where that is not what one device has.",
+                f"The step, or another thread, writes {changed}: with microbatching='step' a step "
+                "does so once per microbatch, of its rows, and an attribute keeps the last one's "
+                "value. Set microbatching='blocks' where that is not what one device has.",
                 stacklevel=2,
             )
 

@@ -97,7 +97,7 @@ class _Forking(Regressor):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-@pytest.mark.filterwarnings("ignore:The step writes status")
+@pytest.mark.filterwarnings("ignore:The step, or another thread, writes status")
 def test_a_child_that_is_forked_in_a_step_ends() -> None:
     strategy = RoundPipeStrategy(microbatching="step")
     trainer = make_trainer(strategy=strategy, max_epochs=1)

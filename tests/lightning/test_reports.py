@@ -65,7 +65,7 @@ def _fit(*, is_terminal: bool) -> tuple[str, list[str]]:
     return file.getvalue(), seen
 
 
-@pytest.mark.filterwarnings("ignore:The step writes (seen|view)")
+@pytest.mark.filterwarnings("ignore:The step, or another thread, writes (seen|view)")
 def test_lanes_speed_and_loss() -> None:
     shown, seen = _fit(is_terminal=True)
     assert any("runs F0.0" in text for text in seen)
@@ -79,7 +79,7 @@ def test_lanes_speed_and_loss() -> None:
     assert "host" in last
 
 
-@pytest.mark.filterwarnings("ignore:The step writes (seen|view)")
+@pytest.mark.filterwarnings("ignore:The step, or another thread, writes (seen|view)")
 def test_nothing_where_there_is_no_terminal() -> None:
     assert _fit(is_terminal=False) == ("", [])
 
