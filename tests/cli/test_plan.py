@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from roundpipe_commands import EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT, plan
 from roundpipe_lightning import Plan
+from roundpipe_lightning.cli.build import build_run
 from roundpipe_lightning.cli.job import Job, MetaModel
 from roundpipe_lightning.cli.plan import command as plan_module
 from roundpipe_lightning.cli.plan.answer import cheapest_changes
@@ -21,6 +22,7 @@ from roundpipe_lightning.cli.plan.command import PlanOutput, run
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.work.work_profile import work_profile
 from roundpipe_lightning.modules import Adapters
+from roundpipe_lightning.planning.cost.device_memory import MemoryKind
 from roundpipe_lightning.planning.model.hardware import load_hardware
 from roundpipe_lightning.planning.model.work import WorkProfile
 from roundpipe_lightning.planning.search.fit import TrainingJob
@@ -204,6 +206,21 @@ def test_attention_that_keeps_its_scores_is_counted_so(ask: Ask) -> None:
     few = (*GPU, "model=gpt_oss_20b", "model.architecture.num_hidden_layers=2")
     assert "Attention: eager" in ask.text(*few)
     assert "Attention: eager" not in ask.text(*few, "model.attention=flex_attention")
+
+
+def test_short_sequences_are_planned_as_they_are_trained(ask: Ask) -> None:
+    # The gradient of the LM head's weights is more than all logits of so few tokens.
+    sizes = ("model.architecture.vocab_size=100000", "model.architecture.hidden_size=128")
+    short = (*SMALL, *sizes, "partition.num_microbatches=2")
+    planned = ask.json(*short)["memory"]["device"]["total_bytes"]
+    trained = build_run(composed("train", *short, f"paths.output_dir={ask.folder}"))
+    strategy: Any = trained.trainer.strategy
+    events: list[Any] = []
+    strategy.plan_listeners.append(events.append)
+    trained.trainer.fit(trained.module, datamodule=trained.data)
+    need = events[0].description.memory.device
+    assert planned == pytest.approx(need.total_bytes, rel=0.02)
+    assert not need.of(MemoryKind.GRADIENTS), "they come when the LM head's is gone"
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ its own inputs, so that what it keeps in between is seen as well. Gradients are 
 are there already.
 
 `work_profile` runs it three times: with one sequence of s tokens, one of 2 s and two of s, from
-which follow the coefficients of `Amount`. Three more runs, 16 times as long, find the memory of
-long sequences, where another moment may need the most. A mixture's experts run through
-transformers' grouped product, whose shapes are those of the tokens that are sent to experts, not of
-the experts that there are; so active experts are counted, and all experts' weights as bytes.
+which follow the coefficients of `Amount`. Six more runs, 16 times as long and of a few tokens, find
+the memory of such sequences, where another moment may need the most. A mixture's experts run
+through transformers' grouped product, whose shapes are those of the tokens that are sent to
+experts, not of the experts that there are; so active experts are counted, and all experts' weights
+as bytes.
 
 `step_profile` runs the user's own step once, on a copy of the module and with the shapes of the
 batch that is about to be trained on. Nothing is fitted: the figures are those of this shape, which
@@ -51,7 +52,9 @@ from roundpipe_lightning.planning.model.profile import fingerprint
 from roundpipe_lightning.planning.model.work import Amount, BlockWork, Peak, Work, WorkProfile
 
 _ATTENTION = "roundpipe_counted"
-_LONG = 16  # factor by which sequences are lengthened to find the memory of long ones
+# What sequences are measured beside, to find the memory of short and of long ones:
+_SHORT = 16  # tokens
+_LONG = 16  # times as many tokens
 
 
 def causal_lm_call(module: nn.Module, sequences: int, seq_len: int) -> Tensor:
@@ -128,14 +131,15 @@ def work_profile(
             # measured with the attention that their configuration names.
             fused = False
             runs = three_runs(seq_len)
-        fit = _Fit(runs=[costs for costs, _ in runs], seq_len=seq_len)
-        fits = [fit, fit]
-        with (
-            contextlib.suppress(ConfigurationError),  # the model takes no long sequences
-            _attention(run_module) if fused else contextlib.nullcontext(),
-        ):
-            longer = [costs for costs, _ in three_runs(_LONG * seq_len)]
-            fits[1] = _Fit(runs=longer, seq_len=_LONG * seq_len)
+        fits = [_Fit(runs=[costs for costs, _ in runs], seq_len=seq_len)]
+        for other in (_LONG * seq_len, _SHORT):
+            with (
+                contextlib.suppress(ConfigurationError),  # the model takes no such sequences
+                _attention(run_module) if fused else contextlib.nullcontext(),
+            ):
+                short, long, double = (costs for costs, _ in three_runs(other))
+                long = double if other == _SHORT else long  # too few tokens to read squares off
+                fits.append(_Fit(runs=[short, long, double], seq_len=other))
     head_modules = runs[0][1]
     if original is not None:
         head_modules = set(map(original, head_modules))
@@ -276,7 +280,10 @@ def _segment_work(
         return fit.amount(index, attrgetter(path))
 
     def peak(path: str) -> Peak:
-        return Peak(amounts=tuple(amount(path, fit) for fit in fits))
+        return Peak(
+            amounts=tuple(amount(path, fit) for fit in fits if fit.seq_len != _SHORT),
+            short=next((amount(path, fit) for fit in fits if fit.seq_len == _SHORT), Amount()),
+        )
 
     def work(passed: str) -> Work:
         return Work(**{each.name: amount(f"{passed}.{each.name}") for each in fields(Work)})

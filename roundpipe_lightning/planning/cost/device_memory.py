@@ -6,7 +6,7 @@ Beside that: of weights that are uploaded in fewer bits it holds one block's in 
 stage no gradient arrives, and one that leaves takes the place of an input. A selective recompute
 has attention's outputs on their way. A backward pass needs what its blocks keep, and what one
 block's needs beside, with the logits where the tail segment runs. Workers that compute in the
-host's memory hold no weights, and the gradients of one stage's blocks.
+host's memory hold no weights; gradients of their stage's blocks come as what blocks keep goes.
 """
 
 from __future__ import annotations
@@ -198,6 +198,8 @@ class Footprint:
         gradients = table.part_sums(self.profile, "trainable_bytes")
         if self.hardware.shares_host_memory:  # those of the segments are added to sums at once
             gradients = table.block_sums(self.profile.running_sums("trainable_bytes"))
+            beside = sizes[MemoryKind.ACTIVATIONS] - self._working[table.start, table.stop]
+            gradients = np.maximum(gradients - beside, 0.0)
         gradients[:, :fused] = 0.0
         if self.hardware.shares_host_memory:
             return {**sizes, MemoryKind.GRADIENTS: gradients}

@@ -24,6 +24,8 @@ from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy, StageKind
 
+_FEW = 2048  # tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchShape:
@@ -89,15 +91,22 @@ def _clean(value: float, scale: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The most of a number of bytes in use at once, which is one amount or another."""
+    """The most of a number of bytes in use at once, which is one amount or another.
+
+    Attributes:
+        short: Another one that counts for as many tokens as `_FEW` at most.
+    """
 
     amounts: tuple[Amount, ...] = ()
+    short: Amount = Amount()
 
     def __mul__(self, factor: float) -> Peak:
-        return Peak(amounts=tuple(amount * factor for amount in self.amounts))
+        amounts = tuple(amount * factor for amount in self.amounts)
+        return Peak(amounts=amounts, short=self.short * factor)
 
     def of(self, shape: MicrobatchShape) -> float:
-        return max((0.0, *(amount.of(shape) for amount in self.amounts)))
+        amounts = (*self.amounts, self.short) if shape.tokens <= _FEW else self.amounts
+        return max((0.0, *(amount.of(shape) for amount in amounts)))
 
 
 @dataclass(frozen=True, kw_only=True)
