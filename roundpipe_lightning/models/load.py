@@ -119,7 +119,8 @@ def _check_memory(
 ) -> None:
     """Refuse weights that have no room before any is read; FitError: they have none.
 
-    Of `mapped` files a parameter takes none where a tensor has its shape and dtype.
+    Of `mapped` files a parameter takes none where a tensor has its shape and dtype. One that is put
+    together from several tensors takes three times its size meanwhile.
     """
     dtype = source.parameter_dtype or getattr(config, "dtype", None) or torch.float32
     there = _shapes_of(mapped or {}, dtype)
@@ -129,8 +130,9 @@ def _check_memory(
     read = packed | {each for each in skeleton.parameters() if tuple(each.shape) not in there}
     num = sum(each.numel() for each in packed)
     storage = ParameterStorage(frozen_bits=source.frozen_bits)
+    largest = max((p.numel() for _, p in _put_together(skeleton) if p in read), default=0)
     check_host_memory(
-        sum(each.numel() for each in read) * dtype.itemsize
+        (sum(each.numel() for each in read) + 2 * largest) * dtype.itemsize
         - storage.saved_bytes(num, num * dtype.itemsize),
         what=f"Reading {source.hub_name!r}",
         way_out="Use a machine with more, model.dtype=bfloat16, or, where adapters alone are "
@@ -153,9 +155,6 @@ def map_without_values(model: PreTrainedModel, source: ModelSource) -> None:
     A local folder is looked at; what the hub has is as published: in the configuration's dtype, and
     in the parts that transformers puts together.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
-
     name, dtype = str(source.hub_name), next(model.parameters()).dtype
     if Path(name).is_dir():
         files = find_weight_files(name, hub_options=source.hub_options)
@@ -163,19 +162,29 @@ def map_without_values(model: PreTrainedModel, source: ModelSource) -> None:
             there = _shapes_of(tensors, dtype)
         map_frozen(model, lambda _, each: files[0] if tuple(each.shape) in there else None)
         return
-    put_together = [
-        pattern
-        for each in get_model_conversion_mapping(model)
-        if isinstance(each, WeightConverter)
-        for pattern in each.target_patterns
-    ]
+    put_together = {key for key, _ in _put_together(model)}
     as_published = dtype == getattr(source.load_config(), "dtype", None)
 
     def find_file(key: str, _: nn.Parameter) -> Path | None:
-        is_one = as_published and not any(pattern in key for pattern in put_together)
-        return Path(name) if is_one else None
+        return Path(name) if as_published and key not in put_together else None
 
     map_frozen(model, find_file)
+
+
+def _put_together(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that transformers makes of several tensors of a checkpoint, by name."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    conversions = get_model_conversion_mapping(model)
+    patterns = [
+        pattern
+        for each in conversions
+        if isinstance(each, WeightConverter)
+        for pattern in each.target_patterns
+    ]
+    named = model.named_parameters()
+    return [(key, each) for key, each in named if any(pattern in key for pattern in patterns)]
 
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}

@@ -91,6 +91,22 @@ def test_weights_without_room_are_refused_before_they_are_looked_for(
         source(tmp_path).build()
 
 
+def test_experts_that_are_put_together_take_three_times_their_size_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, EXPERTS)
+    model = source(tmp_path).build()
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    largest = max(p.nbytes for name, p in model.named_parameters() if "experts" in name)
+    free = sum(sizes) + 2 * largest
+    name = "roundpipe_lightning.engine.device.host_memory.free_host_bytes"
+    monkeypatch.setattr(name, lambda: free)
+    assert same_tensors(source(tmp_path).build(), model)
+    monkeypatch.setattr(name, lambda: free - 1)
+    with pytest.raises(FitError, match="Use a machine with more"):
+        source(tmp_path).build()
+
+
 UNPACKED = {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
