@@ -12,6 +12,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import DataLoader
 from torchmetrics.aggregation import MeanMetric
 
 from roundpipe_lightning import RoundPipeStrategy
@@ -32,6 +33,7 @@ from tests.kit.training import (
     make_trainer,
     regression_data,
     same_bits,
+    train_alike,
 )
 
 SAY = "lightning.pytorch.utilities.rank_zero"
@@ -187,6 +189,33 @@ def test_a_longer_batch_is_planned_anew_and_a_shorter_one_is_not() -> None:
     loader: Any = torch.utils.data.DataLoader(data, batch_size=None)  # type: ignore[arg-type]
     fit(Path(), module, loader, steps=5, callbacks=[Watch()])
     assert planned == [1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("hardware", ["auto", "rtx4090x2"])
+@pytest.mark.parametrize("sizes", [(32, 8), (8, 16)], ids=["of a microbatch's size", "larger"])
+def test_plans_of_one_mode_are_not_another_s(sizes: tuple[int, int], hardware: Any) -> None:
+    """All pieces of a batch go forward in one round, whatever rounds microbatches have had."""
+
+    class Late(Regressor):
+        late = False
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.late = batch_idx == 3
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss.log1p() if self.late else loss
+
+    batches: Any = [
+        next(iter(regression_data(n, batch_size=n))) for n in (*3 * sizes[:1], sizes[1])
+    ]
+    data = DataLoader(batches, batch_size=None)
+    strategy = RoundPipeStrategy(
+        num_microbatches=4, hints={"round_size": 2}, hardware=hardware, timeout_seconds=20
+    )
+    train_alike(Late, strategy, data=data, max_epochs=1)
+    assert strategy.last_step is not None
+    assert strategy.last_step.plan.joined
 
 
 def test_gradients_are_counted_twice_where_batches_are_accumulated(tmp_path: Path) -> None:

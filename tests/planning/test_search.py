@@ -69,23 +69,26 @@ def random_counts(data: st.DataObject, total: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
+@pytest.mark.parametrize(
+    ("rounds", "joined"),
+    [((1,), False), ((4,), False), ((3, 3), False), ((4, 2), False), ((4,), True)],
+)
+@settings(max_examples=25)
 @given(
-    random_profiles(max_blocks=9),
-    st.integers(1, 4),
-    st.sampled_from([(1,), (4,), (3, 3), (4, 2)]),
-    st.sampled_from(RecomputeStart),
-    st.booleans(),
-    st.data(),
+    profile=random_profiles(max_blocks=9),
+    workers=st.integers(1, 4),
+    recompute_start=st.sampled_from(RecomputeStart),
+    data=st.data(),
 )
 def test_evaluator_agrees_with_the_simulator(
     profile: ModelProfile,
     workers: int,
     rounds: tuple[int, ...],
     recompute_start: RecomputeStart,
+    *,
     joined: bool,
     data: st.DataObject,
 ) -> None:
-    joined = joined and len(rounds) == 1
     evaluator = Evaluator(
         profile=profile,
         num_workers=workers,

@@ -220,6 +220,7 @@ class StepPlanner:
             planned
             for planned in self._planned
             if planned.plan.num_microbatches == count
+            and planned.job.joined == (joined and count > 1)
             and _SMALLEST_SHARE * planned.size <= size <= planned.size
         ]
         if near:
@@ -399,18 +400,18 @@ class StepPlanner:
         the weights, and wherever nothing is known about activations; no block stays there,
         because what room they leave is not known.
         """
+        shares_memory = self.machine.shares_host_memory
         if step.is_joined and count > 1:  # all pieces go forward before the loss is computed
             wanted = hints.recompute or RecomputePolicy
             policies = tuple(p for p in wanted if p is not RecomputePolicy.NONE)
             hints = replace(hints, recompute=policies, most_fused=0, round_size=count)
-        shares_memory = self.machine.shares_host_memory
+        elif count in self._rounds and not shares_memory:
+            team_size, round_size = self._rounds[count]
+            hints = replace(hints, team_size=team_size, round_size=round_size)
         if self._options.compile and hints.recompute is None:  # it has no operations to keep
             hints = replace(hints, recompute=(RecomputePolicy.FULL, RecomputePolicy.NONE))
         if hints.resident is None and not step.knows_activations:
             hints = replace(hints, resident=0)
-        if count in self._rounds and not shares_memory:
-            team_size, round_size = self._rounds[count]
-            hints = replace(hints, team_size=team_size, round_size=round_size)
         blocks = step.work.blocks
         needs_no_stages = count == self.machine.num_devices == 1 and (
             sum(one.kept_bytes.of(shape) - one.parameter_bytes for one in blocks) < 0
