@@ -259,6 +259,20 @@ def test_ctrl_c_in_a_sweep_leaves_a_table_of_the_jobs_before(
     assert not (tmp_path / "sweep" / "2").exists()
 
 
+def test_a_job_with_a_bug_does_not_end_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: CausalLanguageModule) -> None:
+        assert self.trainer.max_steps != 1, "a bug"
+
+    monkeypatch.setattr(CausalLanguageModule, "on_train_start", fails)
+    done = run_here(tmp_path, "trainer.max_steps=1,2", "-m", "hydra.sweep.dir=sweep", status=1)
+    table = done.stdout.partition("This sweep")[2]
+    assert f"{summary(tmp_path / 'sweep' / '1')['val_loss']:.5g}" in table
+    assert table.count("failed:") == 1
+    assert "AssertionError: a bug" in (tmp_path / "sweep" / "0" / "train.log").read_text()
+
+
 @pytest.mark.soak  # below, signals reach a run in this process
 def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     process = subprocess.Popen(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import csv
+import inspect
+import os
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from hydra.errors import MissingConfigException
+from hydra.utils import get_object
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
@@ -105,6 +108,9 @@ def test_loggers_go_on_in_the_run_of_the_checkpoint(tmp_path: Path) -> None:
     assert {"train_loss", "val_loss"} <= NamedRuns.names & set(columns), "several at once"
     several = compose_small(tmp_path, "logger=[tensorboard,csv,wandb,mlflow]").logger
     assert list(several) == ["tensorboard", "csv", "wandb", "mlflow"]
+    for node in several.values():  # that a library is missing is said before its settings are read
+        settings: dict[str, Any] = dict(node)
+        inspect.signature(get_object(settings.pop("_target_"))).bind(**settings)
 
 
 def test_evaluates_a_checkpoint_without_training(
@@ -309,6 +315,13 @@ def test_settings_of_lightning_do_what_they_say(
     ):
         config.ckpt_path = given
         assert find_checkpoint(config) == str(folder / "checkpoints" / f"{name}.ckpt")
+    swept = folder.parents[1] / "multiruns" / "swept" / "0" / "checkpoints" / "last.ckpt"
+    swept.parent.mkdir(parents=True)
+    swept.touch()
+    for seconds, newest in ((0, folder / "checkpoints" / "last.ckpt"), (4e9, swept)):
+        os.utime(swept, (seconds, seconds))
+        config.ckpt_path = "last"
+        assert find_checkpoint(config) == str(newest)
     config.ckpt_path = "nonesuch://bucket/last.ckpt"
     with pytest.raises(CheckpointError, match=r"nonesuch://bucket/last\.ckpt cannot be reached"):
         find_checkpoint(config)
