@@ -84,6 +84,8 @@ def run_explained(job: Callable[[DictConfig], Result], config: DictConfig) -> Re
         if not _is_about_settings(error, folder) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         text = _for_commands(str(error))
+        if isinstance(error, OmegaConfBaseException):
+            text = f"{error.full_key or 'conf'}: {text.splitlines()[0]}. --cfg job shows all."
         if isinstance(error, OSError) and error.errno is not None:
             text = (
                 f"The run's folder cannot be written: {error}. Set hydra.run.dir or paths.log_dir."
@@ -102,7 +104,7 @@ def build(config: Any, **extra: Any) -> Any:
     """
     if config is not None and "_target_" in config:
         with suppress(ImportError):  # explained below
-            _check_switches(config)
+            _check_words(config)
     try:
         return instantiate(config, _convert_="all", **extra)
     except MissingMandatoryValue as error:
@@ -124,12 +126,16 @@ def build(config: Any, **extra: Any) -> Any:
         raise
 
 
-def _check_switches(config: DictConfig) -> None:
-    """Refuse text where true or false is meant: any text counts as true."""
+def _check_words(config: DictConfig) -> None:
+    """Refuse text where a switch (any text counts as true) or a whole number is meant."""
     for name, parameter in signature(get_object(config["_target_"])).parameters.items():
-        is_switch = parameter.annotation in ("bool", bool, bool | None)
-        if is_switch and isinstance(config.get(name), str):
-            check_switch(config._get_full_key(name), config[name])  # noqa: SLF001 - no other way
+        value, key = config.get(name), config._get_full_key(name)  # noqa: SLF001 - no other way
+        if isinstance(value, DictConfig) and "_target_" in value:
+            _check_words(value)
+        elif isinstance(value, str) and parameter.annotation in ("bool", bool, bool | None):
+            check_switch(key, value)
+        elif isinstance(value, str) and parameter.annotation in ("int", "int | None", int):
+            whole(key, value)
 
 
 def check_switch(name: str, value: object) -> None:
