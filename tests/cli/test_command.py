@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from omegaconf import OmegaConf
 
 import roundpipe_commands as commands
 from roundpipe_lightning import PipelineMonitor, Plan, PlanReport
 from roundpipe_lightning.cli import train
-from roundpipe_lightning.cli.callbacks import GracefulInterrupt, MetricsFile, RunStatistics
+from roundpipe_lightning.cli.callbacks import GracefulInterrupt, MetricsFile
 from roundpipe_lightning.cli.train import monitored_rows, summary_rows
 from roundpipe_lightning.modules import CausalLanguageModule
 from roundpipe_lightning.planning.model.hardware import config_folder
@@ -35,8 +36,9 @@ from tests.kit.runs import (
     run,
     run_here,
     summary,
+    train_small,
 )
-from tests.kit.training import Regressor, make_trainer, regression_data
+from tests.kit.training import Regressor, regression_data
 
 
 def test_the_main_job_leaves_a_complete_folder(tmp_path: Path) -> None:
@@ -384,22 +386,35 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(
     assert (tmp_path / "run" / "plan.json").is_file()
 
 
-def test_figures_of_a_module_that_logs_nothing_and_has_no_tokens(tmp_path: Path) -> None:
-    statistics = RunStatistics()
-    trainer = make_trainer(
-        tmp_path, strategy="roundpipe", max_steps=3, callbacks=[statistics, GracefulInterrupt()]
-    )
-    trainer.fit(Silent(), regression_data(), regression_data(8))
-    assert statistics.num_steps == 3
-    assert statistics.loss_first is not None
-    assert statistics.loss_last is not None
-    assert 0 < statistics.loss_last < statistics.loss_first
-    assert statistics.tokens_per_second is None
-
-
 class Silent(Regressor):
-    def log(self, *_: Any, **__: Any) -> None:
-        """Log nothing."""
+    """Logs nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__("adamw")
+
+    def log(self, *_: Any, **__: Any) -> None: ...
+
+
+class Numbers(LightningDataModule):
+    """Has no tokens."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def train_dataloader(self) -> Any:
+        return regression_data()
+
+    def val_dataloader(self) -> Any:
+        return regression_data(8)
+
+
+def test_a_module_that_logs_nothing_and_has_no_tokens(tmp_path: Path) -> None:
+    figures = train_small(
+        tmp_path, f"module._target_={__name__}.Silent", f"data._target_={__name__}.Numbers"
+    )
+    assert figures["num_steps"] == 3
+    assert 0 < figures["loss_last"] < figures["loss_first"]
+    assert figures["tokens_per_second"] is figures["val_loss"] is None
 
 
 def test_a_second_ctrl_c_interrupts_within_the_step() -> None:
