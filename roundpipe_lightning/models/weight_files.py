@@ -407,7 +407,7 @@ def unreadable(what: str, name: str, error: Exception, *, otherwise: str) -> Mod
             f"{what} has no such revision on the hub ({cause}). Set model.revision to a branch, "
             "tag or commit that its page shows, or to null for the newest."
         )
-    if any(isinstance(each, RepositoryNotFoundError) for each in causes):
+    if any(isinstance(each, RepositoryNotFoundError | HFValidationError) for each in causes):
         return ModelSourceError(
             f"{what} is neither on the hub nor a folder here ({cause}). Look at the spelling "
             "(owner/name); if it is private, log in (`hf auth login`) or set HF_TOKEN."

@@ -610,6 +610,7 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_one_line(tmp_path: Path) ->
     [
         ("hardware_file=mine.yaml", "mine.yaml: devices_per_root"),
         ("model.hub_name=empty", "holds no weights"),
+        ("model.hub_name=./nowhere", "'./nowhere' is neither on the hub nor a folder here"),
         ("partition=saved partition.plan=plan.json", "The plan is for 2 workers"),
         ("partition=saved", "plan='plan.json' does not exist. Runs and roundpipe-plan"),
         ("seed=abc", "seed='abc': give a whole number"),
