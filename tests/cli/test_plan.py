@@ -305,7 +305,9 @@ def test_host_memory_that_is_missing_is_named_with_what_mends_it(ask: Ask) -> No
     prices = [Price[change["price"].upper()] for change in found["changes"]]
     assert prices == sorted(prices)
     for change in found["changes"]:
-        assert " ".join(change["overrides"]) in page
+        speed = f"{change['tokens_per_second']:,.0f} tokens/s"
+        text = f"{' '.join(change['overrides'])} ({change['cost']}; {speed}, "
+        assert re.match(r"(as|[\d.]+ times as) fast\)", page.partition(text)[2]), text
 
 
 def test_changes_of_every_kind_are_offered(tmp_path: Path) -> None:

@@ -299,6 +299,8 @@ def test_settings_of_lightning_do_what_they_say(
         f"paths.log_dir={tmp_path}/logs",
         "trainer.enable_progress_bar=false",
         "trainer.val_check_interval=1.0",
+        "trainer.max_steps=-1",
+        "trainer.max_epochs=1",
         "data.text.train_bytes=200",
         "callbacks=best",
         "test=true",
