@@ -6,6 +6,8 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -159,6 +161,49 @@ def test_a_module_of_ones_own_has_the_losses_of_one_device(tmp_path: Path) -> No
     for mode in ("blocks", "auto"):
         chosen = f"trainer.strategy.microbatching={mode}"
         assert losses(mode, chosen) == pytest.approx(single, rel=1e-4)
+
+
+class Ending(CausalLanguageModule):
+    """Ends a child that it has forked, and then the second step, as if its data had ended."""
+
+    statuses: ClassVar[list[int]] = []
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.model.layers[1].register_forward_hook(self.end)
+
+    def end(self, *_: object) -> None:
+        if self.global_step == 1 and not self.statuses:
+            self.statuses.append(-1)
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                sys.exit(7)
+            self.statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            raise StopIteration
+
+
+STEPPED: list[int] = []
+
+
+class Counting(torch.optim.SGD):
+    """Has a step of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        STEPPED.append(len(self.param_groups[0]["params"]))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_code_of_ones_own_ends_as_it_would_alone(tmp_path: Path) -> None:
+    done = run_here(tmp_path, f"module._target_={__name__}.Ending", "hydra.run.dir=run", status=1)
+    assert Ending.statuses == [-1, 7]
+    assert "RuntimeError: StopIteration was raised, by code that is no iterator." in done.stderr
+    assert re.search(r"This happened in .* stage \d.*, microbatch \d, worker \d", done.stderr)
+    own = ("optimizer=sgd", f"optimizer._target_={__name__}.Counting")
+    train_small(tmp_path, *own, "trainer.strategy.update=async")
+    assert [num for num in STEPPED if num > 4] == [24] * 3, "once a step, after trials of four"
 
 
 @pytest.mark.suite("default", "fast_dev_run")
@@ -367,8 +412,10 @@ def test_words_are_filled_in_for_the_machine(
     config = compose_small(tmp_path, "hardware=auto", *overrides.split())
     for available, expected in ((False, on_cpu), (True, on_gpu)):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda found=available: found)
-        trainer = Job(config).config.trainer
-        assert (trainer.devices, trainer.precision) == expected
+        job = Job(config)
+        assert (job.config.trainer.devices, job.config.trainer.precision) == expected
+        assert job.config.optimizer._target_.endswith(".HostAdamW")
+        assert job.options.upload_dtype == "auto", "in the precision's dtype"
 
 
 def test_each_cpu_device_of_other_strategies_would_be_a_process(tmp_path: Path) -> None:
@@ -467,6 +514,7 @@ def test_what_is_planned_is_what_runs(tmp_path: Path, caplog: pytest.LogCaptureF
     assert planned.block_names == ran.block_names
     line = page.strip().splitlines()[-1]
     assert line.startswith("Train it: python train.py ")
+    assert line.endswith(f" partition=saved partition.plan={tmp_path}/plan/plan.json")
     again = shlex.split(line)[4:]
     done = run_program(roundpipe_commands.train, tmp_path, *again, "hydra.run.dir=again")
     assert done.returncode == 0, done.stderr
@@ -505,6 +553,7 @@ def test_a_training_without_room_is_refused_before_it_takes_any(
     done = run_here(tmp_path, "optimizer.lr=1e-5", status=3)
     assert "of host memory are missing" in done.stderr
     assert "What makes room for it: (1) " in done.stderr
+    assert re.search(r"\(\d\) hardware\.host_memory=\d+GiB \(the same results, on", done.stderr)
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
