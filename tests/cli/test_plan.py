@@ -449,6 +449,18 @@ def test_hints_are_kept(ask: Ask) -> None:
     assert max(found["plan"]["forward_partition"]) <= 2
 
 
+def test_how_a_step_is_computed_is_part_of_the_plan(ask: Ask) -> None:
+    given = (*GPU, "model.architecture.vocab_size=60000", "partition.num_microbatches=8")
+    plain, fused = (ask.json(*given, f"trainer.strategy.loss={a}") for a in ("eager", "fused"))
+    kept = [found["memory"]["device"]["by_kind"]["activations"] for found in (plain, fused)]
+    assert kept[1] < kept[0], "no whole logits"
+    ask.json(*GPU, "trainer.strategy.workers_per_device=2")
+    assert Plan.load(ask.folder / "plan.json").num_workers == 8
+    for precision, rate in (("auto", "bfloat16"), ("16-mixed", "float16"), ("32-true", "float32")):
+        job = Job(configure(ask.folder, *GPU, f"trainer.precision={precision}"), models=_models)
+        assert job.first_job.dtype == rate
+
+
 def test_what_is_held_can_be_settled(ask: Ask) -> None:
     slots = ("partition.weight_slots=1", "partition.recompute=full", "partition.limits.fused=0")
     held = (*slots, "partition.resident=2", "partition.team_size=4")
@@ -544,6 +556,7 @@ def test_a_saved_plan_is_judged_as_it_is(ask: Ask) -> None:
         (["partition.plan=nowhere.json"], "nowhere.json"),
         (["partition.forward=[5,5]"], "has 10 blocks, the model has 8"),
         (["partition.forward=[4,4]", "partition.backward=[2,6]"], "sum"),
+        (["partition.blocks=[model.nowhere]"], "model.nowhere"),
         (["partition.team_size=3"], "does not divide the 4 devices"),
         (["partition.forward=4"], "give whole numbers, such as"),
         (["partition.recompute=ful"], "set 'auto', 'full', 'selective' or 'none'"),
