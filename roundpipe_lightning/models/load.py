@@ -124,9 +124,8 @@ def _check_memory(
     """
     dtype = source.parameter_dtype or getattr(config, "dtype", None) or torch.float32
     there = _shapes_of(mapped or {}, dtype)
-    packed: set[nn.Parameter] = set()
-    if source.quantizes:
-        packed = {getattr(*found) for found in quantizable_weights(skeleton)}
+    found = quantizable_weights(skeleton) if source.quantizes else ()
+    packed: set[nn.Parameter] = {getattr(*each) for each in found}
     read = packed | {each for each in skeleton.parameters() if tuple(each.shape) not in there}
     num = sum(each.numel() for each in packed)
     storage = ParameterStorage(frozen_bits=source.frozen_bits)

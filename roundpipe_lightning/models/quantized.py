@@ -106,9 +106,8 @@ class _Quantized(nn.Module):
         if torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         whole = _Whole(self)
-        dict.update(
-            self.__dict__, _whole=whole
-        )  # of this run: a view's is not written into the module
+        # of this run: a view's is not written into the module
+        dict.update(self.__dict__, _whole=whole)
         try:
             with saved_tensors_hooks(whole.pack, whole.unpack):
                 return super().forward(*args, **kwargs)

@@ -183,7 +183,16 @@ class ModelSource:
     def _published_config(self) -> PreTrainedConfig:
         assert self.hub_name is not None
         with _explained(self.hub_name):
-            self._check_remote_code()
+            fields, _ = PreTrainedConfig.get_config_dict(self.hub_name, **self.hub_options)
+            files = fields.get("auto_map")
+            known = fields.get("model_type") in CONFIG_MAPPING
+            if files and not known and not self.trust_remote_code:
+                named = ", ".join(sorted(map(str, files.values())))
+                raise ConfigurationError(
+                    f"{self.hub_name!r} wants to run code of its own ({named}), for the installed "
+                    f"transformers has no architecture {fields.get('model_type')!r}. It is refused "
+                    "unless model.trust_remote_code=true; read the code first."
+                )
             config = AutoConfig.from_pretrained(
                 self.hub_name,
                 trust_remote_code=self.trust_remote_code,
@@ -314,20 +323,6 @@ class ModelSource:
             raise ConfigurationError(
                 f"The weights of {self.hub_name!r} are published in a quantised form that has to "
                 f"be unpacked. Use {' and '.join(ways)}."
-            )
-
-    def _check_remote_code(self) -> None:
-        """Refuse to run code that comes with the weights, unless asked for."""
-        assert self.hub_name is not None
-        fields, _ = PreTrainedConfig.get_config_dict(self.hub_name, **self.hub_options)
-        files = fields.get("auto_map")
-        known = fields.get("model_type") in CONFIG_MAPPING
-        if files and not known and not self.trust_remote_code:
-            named = ", ".join(sorted(map(str, files.values())))
-            raise ConfigurationError(
-                f"{self.hub_name!r} wants to run code of its own ({named}), for the installed "
-                f"transformers has no architecture {fields.get('model_type')!r}. It is refused "
-                "unless model.trust_remote_code=true; read the code first."
             )
 
 

@@ -95,22 +95,19 @@ def _weights_of(model: PreTrainedModel) -> list[_Weight]:
             continue
         other = owners.setdefault(tensor, weight.name)
         if other != weight.name and (weight.name in tied or other in tied):
-            _check_tied(weight, found[other])
+            if weight.merged != found[other].merged:
+                raise ConfigurationError(
+                    f"{weight.name} and {other} are one weight, and the adapters change only "
+                    f"{weight.name if weight.merged else other}: a merged model cannot hold both. "
+                    "Export the adapter instead (merge=false), or train it with "
+                    "ensure_weight_tying=true."
+                )
             if other not in tied:
                 continue
             del found[other]
             owners[tensor] = weight.name
         found[weight.name] = weight
     return list(found.values())
-
-
-def _check_tied(first: _Weight, second: _Weight) -> None:
-    if first.merged != second.merged:
-        raise ConfigurationError(
-            f"{first.name} and {second.name} are one weight, and the adapters change only "
-            f"{first.name if first.merged else second.name}: a merged model cannot hold both. "
-            "Export the adapter instead (merge=false), or train it with ensure_weight_tying=true."
-        )
 
 
 def _walk(module: nn.Module, *, prefix: str) -> Iterator[tuple[_Weight, Tensor]]:

@@ -117,7 +117,7 @@ def test_compiled_blocks_train_as_plain_ones_do(
     assert strategy._seen is not None
     compiler = strategy._seen.compiler
     assert compiler is not None
-    assert compiler.num_kinds == 1
+    assert len(compiler._kinds) == 1
     assert not compiler.left_as_they_are
     assert parameter_error(module, plain) < 1e-5
     assert not same_bits(plain, full)

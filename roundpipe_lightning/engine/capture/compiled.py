@@ -37,10 +37,6 @@ class BlockCompiler:
         self._drawing: set[str] = set()
         self._known = False
 
-    @property
-    def num_kinds(self) -> int:
-        return len(self._kinds)
-
     def exclude(self, name: str, reason: str) -> None:
         with self._lock:
             self.left_as_they_are.setdefault(name, reason)

@@ -238,18 +238,18 @@ class View:
         for table in _TABLES:
             if name in own[table]:
                 return own[table][name]
-        if name in own["_gone"]:
-            kind = type(own["_view_of"]).__name__
-            raise AttributeError(f"{kind!r} object has no attribute {name!r}")
         original = own["_view_of"]
+        kind = type(original)
+        if name in own["_gone"]:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
         if name in original.__dict__["_buffers"]:  # it has appeared since
             own["_buffers"].adopt(name)
             return own["_buffers"][name]
         value = original.__dict__.get(name, own)
         if value is not own and not isinstance(value, types.MethodType):
             return value
-        if value is own and _looks_elsewhere(type(original)):
-            return type(original).__getattr__(self, name)  # a wrapper: ask what the view wraps
+        if value is own and kind.__getattr__ is not nn.Module.__getattr__:
+            return kind.__getattr__(self, name)  # a wrapper: ask what the view wraps
         maker: ViewMaker = own["_maker"]
         return maker.rebound(_rebound(getattr(original, name), original, self), original)
 
@@ -344,10 +344,6 @@ def _registering(name: str) -> Callable[..., Any]:
 
 for _name in ("forward", "forward_pre", "backward", "full_backward", "full_backward_pre"):
     setattr(View, f"register_{_name}_hook", _registering(f"register_{_name}_hook"))
-
-
-def _looks_elsewhere(kind: type) -> bool:
-    return getattr(kind, "__getattr__", None) is not nn.Module.__getattr__
 
 
 def _is_view(value: Any) -> bool:

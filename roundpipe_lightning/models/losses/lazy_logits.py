@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from roundpipe_lightning.engine.capture.placeholder import writes_first
 from roundpipe_lightning.engine.capture.torch_functions import METADATA, Autocast, attribute_or_name
 from roundpipe_lightning.engine.capture.trees import map_tensors, tensors_in
 from roundpipe_lightning.errors import CaptureError
@@ -134,11 +135,18 @@ class LazyLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        if isinstance(first, LazyLogits) and len(_lazy_in((args, kwargs))) == 1:
+        lazy = [x for x in tensors_in((args, kwargs)) if isinstance(x, LazyLogits)]
+        if isinstance(first, LazyLogits) and len(lazy) == 1:
             answer = _lazy_result(first, func, name, args[1:], kwargs)
             if answer is not None:
                 return answer
-        return _run_materialized(func, name, args, kwargs)
+        fusion = lazy[0].source.fusion
+        if not all(logits.source.is_made for logits in lazy):
+            fusion.report.add_made(name)
+        if writes_first(name) or "out" in kwargs:
+            fusion.materialize_pending()  # other lazy logits must not see what is written now
+        args, kwargs = map_tensors(_materialized, (args, dict(kwargs)))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # the stub lacks `cls`
@@ -175,24 +183,6 @@ def _lazy_result(
     return LazyLogits.from_source(
         LogitSource(form, lambda x: func(x, *args, **kwargs), (logits,), fusion=source.fusion)
     )
-
-
-def _run_materialized(
-    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    sources = [logits.source for logits in _lazy_in((args, kwargs))]
-    fusion = sources[0].fusion
-    if not all(source.is_made for source in sources):
-        fusion.report.add_made(name)
-    writes = name == "__setitem__" or name.startswith("__i") or "out" in kwargs
-    if writes or (name.endswith("_") and not name.endswith("__")):
-        fusion.materialize_pending()  # other lazy logits must not see what is written now
-    args, kwargs = map_tensors(_materialized, (args, dict(kwargs)))
-    return func(*args, **kwargs)
-
-
-def _lazy_in(node: Any) -> list[LazyLogits]:
-    return [x for x in tensors_in(node) if isinstance(x, LazyLogits)]
 
 
 def _materialized(tensor: Tensor) -> Tensor:

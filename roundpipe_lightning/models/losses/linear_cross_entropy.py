@@ -228,7 +228,12 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        _refuse_second_derivative()
+        if torch.is_grad_enabled():
+            raise ConfigurationError(
+                "linear_cross_entropy has no second derivative, but its backward pass runs with "
+                "create_graph=True. Use torch.nn.functional.cross_entropy on the logits; under the "
+                "strategy, RoundPipeStrategy(loss='eager')."
+            )
         spec, (*inputs, _) = ctx.spec, ctx.saved_tensors  # which raises if one was written into
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
@@ -250,15 +255,6 @@ class _Loss(torch.autograd.Function):
 def _gradient_dtype(tensor: Tensor) -> torch.dtype:
     """Return what autograd expects: a leaf may sum up wider numbers than it has."""
     return (tensor.grad_dtype if tensor.is_leaf else None) or tensor.dtype
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise ConfigurationError(
-            "linear_cross_entropy has no second derivative, but its backward pass runs with "
-            "create_graph=True. Use torch.nn.functional.cross_entropy on the logits; under the "
-            "strategy, RoundPipeStrategy(loss='eager')."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

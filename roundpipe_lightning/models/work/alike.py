@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from roundpipe_lightning.engine.capture.compiled import plain_copy
 from roundpipe_lightning.engine.chain.chain import Chain
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.work.meta_run import kinds_of
@@ -54,29 +55,21 @@ def one_of_each_kind(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for parent, key, holder, first_key, own in left_out:
-            parent._modules[key] = _copy(holder._modules[first_key], {}, own)  # noqa: SLF001
+            parent._modules[key] = _copy(holder.get_submodule(first_key), own)  # noqa: SLF001
         for parent, keys in orders.items():
             blocks = parent._modules  # noqa: SLF001
             parent._modules = {key: blocks[key] for key in keys}  # noqa: SLF001
 
 
-def _copy(
-    module: nn.Module | None, known: dict[object, nn.Module], own: Parameters
-) -> nn.Module | None:
+def _copy(module: nn.Module, own: Parameters) -> nn.Module:
     """A module with parts of its own, and of containers; other objects are the same ones."""
-    if module is None or module in known:
-        return known.get(module)
-    made = known[module] = object.__new__(type(module))
-    for name, value in vars(module).items():
-        made.__dict__[name] = value.copy() if isinstance(value, dict | list | set) else value
-    for name, part in module._modules.items():  # noqa: SLF001
-        made._modules[name] = _copy(part, known, own)
-    for name, parameter in module._parameters.items():  # noqa: SLF001
-        if parameter is not None:
-            like = own[parameter] if parameter in own else nn.Parameter(torch.empty_like(parameter))
-            like.requires_grad = parameter.requires_grad
-            made._parameters[name] = like
-    for name, buffer in module._buffers.items():  # noqa: SLF001
-        if buffer is not None:
-            made._buffers[name] = torch.empty_like(buffer)
+
+    def placed(parameter: nn.Parameter) -> nn.Parameter:
+        like = own[parameter] if parameter in own else nn.Parameter(torch.empty_like(parameter))
+        like.requires_grad = parameter.requires_grad
+        return like
+
+    made = plain_copy(module, parameter=placed, buffer=torch.empty_like)
+    for state in map(vars, made.modules()):
+        state.update({k: v.copy() for k, v in state.items() if isinstance(v, dict | list | set)})
     return made

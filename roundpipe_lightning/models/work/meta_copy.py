@@ -105,8 +105,12 @@ class MetaCopy:
         helpers = helpers_of(module)
         for kind in {type(child) for child in module.modules()}:
             for function in _code_of(kind, helpers=helpers):
-                if kind is type(module) or is_of_user(function):
-                    self._check_code(function)
+                # its methods may not write to variables outside of the module
+                is_looked_at = kind is type(module) or is_of_user(function)
+                if is_looked_at and (not _is_pure(function) or _changes_globals(function)):
+                    raise self._refuse(
+                        f"{function.__qualname__} may change a variable outside of the module"
+                    )
         self.module = self.module_copy(module)
         self.module.__dict__.update(settings or {})
 
@@ -181,13 +185,6 @@ class MetaCopy:
             if buffer is not None:
                 self._buffers.append((copy, name, buffer, buffer._version))
 
-    def _check_code(self, function: types.FunctionType) -> None:
-        """Refuse a method that writes to variables outside of its module."""
-        if not _is_pure(function) or _changes_globals(function):
-            raise self._refuse(
-                f"{function.__qualname__} may change a variable outside of the module"
-            )
-
     def _copied(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._tensor(value)
@@ -205,20 +202,12 @@ class MetaCopy:
             )
         if type(value) in (tuple, frozenset):
             return type(value)(self.copy(item) for item in value)
-        if type(value) in _CONTAINERS:
-            return self._container(value)
+        if type(value) is set:
+            items: set[Any] = set()
+            self._made[id(value)] = (value, items)  # what it holds may refer to it
+            items.update(self.copy(item) for item in value)
+            return items
         return self._rebuilt(value)
-
-    def _container(self, value: Any) -> Any:
-        result = type(value)()
-        self._made[id(value)] = (value, result)
-        if isinstance(value, dict):
-            result.update((self.copy(key), self.copy(item)) for key, item in value.items())
-        elif isinstance(value, set):
-            result.update(self.copy(item) for item in value)
-        else:
-            result.extend(self.copy(item) for item in value)
-        return result
 
     def _tensor(self, value: Tensor) -> Tensor:
         kind = getattr(type(value), "watched_as", type(value))  # by `ParameterWatch`
@@ -247,7 +236,7 @@ class MetaCopy:
         if isinstance(parts, str):
             return value
         make, args, state, items, pairs = (*parts, None, None, None)[:5]
-        result = make(*self.copy(tuple(args)))
+        result = make(*map(self.copy, args))
         self._made[id(value)] = (value, result)
         if state is not None:
             _set_state(result, self.copy(state))
@@ -305,12 +294,10 @@ class _Copied:
 
     def __getattr__(self, name: str) -> Any:
         # Called only where the instance and its class have no such attribute.
-        withheld = self.__dict__["_withheld"]
+        copier, withheld = self.__dict__["_copier"], self.__dict__["_withheld"]
         if name in withheld:
-            value = self.__dict__["_copier"].copy(withheld[name])
-            self.__dict__[name] = value
+            self.__dict__[name] = copier.copy(withheld[name])
             return getattr(self, name)
-        copier = self.__dict__["_copier"]
         copier.read.add((copier.original(self), name))  # it may be there later
         return super().__getattr__(name)  # type: ignore[misc]  # a module's
 
@@ -419,9 +406,7 @@ def _is_users_path(path: str) -> bool:
     return not (path.startswith(_INSTALLED) or "-packages" in path)
 
 
-def _user_code_of(
-    module: nn.Module,
-) -> Iterator[tuple[nn.Module, types.FunctionType]]:
+def _user_code_of(module: nn.Module) -> Iterator[tuple[nn.Module, types.FunctionType]]:
     """Return the functions of a step that are the user's, each with a module that has it."""
     helpers = helpers_of(module)
     for kind, child in {type(child): child for child in module.modules()}.items():

@@ -372,11 +372,6 @@ def _needs_grad(value: Any) -> bool:
 
 def _held_tensors(value: Any) -> list[Tensor]:
     """All tensors in containers and objects, each once."""
-    found: list[Tensor] = []
-
-    def add(tensor: Tensor, in_object: bool) -> Tensor:  # noqa: ARG001, FBT001 - a `Swap`
-        found.append(tensor)
-        return tensor
-
-    Copies(add).copied(value)
-    return found
+    copies = Copies(lambda tensor, _: tensor)
+    copies.copied(value)
+    return [held for held in copies.originals().values() if isinstance(held, Tensor)]

@@ -89,7 +89,15 @@ class Meter(TorchDispatchMode):
         made, read = tensors_in(result), tensors_in((args, kwargs))
         for tensor in read:  # what was there before is not counted when a view of it is made
             self._known.setdefault(tensor.untyped_storage(), True)
-        self._track(made)
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            if storage in self._known:
+                continue
+            self._known[storage] = True
+            num_bytes = storage.nbytes()
+            self.live_bytes += num_bytes
+            weakref.finalize(storage, self._forget, num_bytes).atexit = False
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if func not in _FREE and not func.is_view:
             self._add(func.overloadpacket.__name__, args, kwargs, read, made)
         return result
@@ -127,17 +135,6 @@ class Meter(TorchDispatchMode):
             count.memory_bytes += _num_bytes([*read, *made, part])
         else:
             count.memory_bytes += _num_bytes(read) + _num_bytes(made)
-
-    def _track(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage in self._known:
-                continue
-            self._known[storage] = True
-            num_bytes = storage.nbytes()
-            self.live_bytes += num_bytes
-            weakref.finalize(storage, self._forget, num_bytes).atexit = False
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _forget(self, num_bytes: int) -> None:
         self.live_bytes -= num_bytes

@@ -222,11 +222,8 @@ def prove_step(
         raise Unproven("the batch's tensors have not all the same first dimension")
 
     def made(num_rows: int) -> _Run:
-        def sized(tensor: Tensor) -> Tensor:
-            return torch.empty((num_rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-
         one = _Run(num_rows, known or {}, alike)
-        given = map_tensors(sized, batch)
+        given = map_tensors(lambda t: t.new_empty((num_rows, *t.shape[1:]), device="meta"), batch)
         with one, _Numbers(one):
             one.loss, one.logged = run(given, one.around)
         return one
@@ -332,7 +329,7 @@ class _Proof:
         reasons = [state for state in (*states, rows) if isinstance(state, str)]
         if reasons:
             return reasons[0]
-        if torch.Tag.nondeterministic_seeded in op.tags and op.name not in _DROPOUTS:
+        if torch.Tag.nondeterministic_seeded in op.tags and op.name != "native_dropout":
             return f"it draws random numbers ({op.name})"
         if any(isinstance(state, _Mean) for state in states):
             return _linear(op, states, rows)
@@ -386,7 +383,7 @@ def _keeps_rows(op: _Op, with_rows: _Taken, made: Tensor, rows: _Rows) -> bool:
         return False
     if torch.Tag.pointwise in op.tags or name in _POINTWISE:
         return all(x.dim() - one.dim == made.dim() - rows.dim for x, one in with_rows)
-    if name in _JOINS:
+    if name in ("cat", "stack"):
         return bool(given.get("dim", 0) % made.dim() != rows.dim)
     if name == "gather":
         both = [one for _, one in with_rows] == [rows, rows]
@@ -493,7 +490,6 @@ _COMPARED = "rows are compared with each other, or left out"
 
 _PLAIN = (bool, int, float, complex, str, torch.dtype)
 _SIZES = frozenset("size end repeats".split())
-_DROPOUTS = frozenset({"native_dropout"})
 _CONSTANT = frozenset(
     """
     empty empty_like empty_strided expand full full_like new_empty new_full new_ones new_zeros ones
@@ -512,7 +508,6 @@ _VIEWS = frozenset(
 )
 _MOVES = frozenset("permute transpose t".split())
 _MOVED = _VIEWS | _MOVES | _SAME
-_JOINS = frozenset("cat stack".split())
 _ALONG = frozenset(
     """
     native_layer_norm _fused_rms_norm rms_norm slice select split split_with_sizes unbind _softmax

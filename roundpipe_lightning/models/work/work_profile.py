@@ -225,11 +225,7 @@ def _copied(chain: Chain, copy: MetaCopy) -> Chain:
 
 
 def _profile(
-    module: nn.Module,
-    chain: Chain,
-    fits: Sequence[_Fit],
-    *,
-    head_modules: set[nn.Module],
+    module: nn.Module, chain: Chain, fits: Sequence[_Fit], *, head_modules: set[nn.Module]
 ) -> WorkProfile:
     """Put what ran together with the module's parameters; peaks are the larger ones of all fits."""
     owners = [list(link.block.modules()) for link in chain.links]
@@ -338,21 +334,13 @@ class _FusedLoss(torch.autograd.Function):
 def _fused(call: Call, fusion: LossFusion, chain: Chain) -> Call:
     """A call whose losses are computed without whole logits, as the engine does outside blocks."""
     for link in chain.links:
-        link.block.__dict__["forward"] = _without_fusion(fusion, link.block.forward)
+        link.block.__dict__["forward"] = fusion.paused()(link.block.forward)
 
     def fused(*given: Any) -> Any:
         with fusion.active():
             return fusion.materialized(call(*given))
 
     return fused
-
-
-def _without_fusion(fusion: LossFusion, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def unfused(*args: Any, **kwargs: Any) -> Any:
-        with fusion.paused():
-            return forward(*args, **kwargs)
-
-    return unfused
 
 
 @contextlib.contextmanager
@@ -442,7 +430,12 @@ def parameter_work(module: nn.Module, stack: Blocks) -> WorkProfile:
 
     def work(name: str, index: int, owners: Sequence[nn.Module]) -> BlockWork:
         has_backward = index in (0, ends) or chain.links[index - 1].backward
-        uses = [(p, _operations(owner, p, shares)) for owner, p in _parameter_uses(owners)]
+        uses = [  # a tied one once per module that has it
+            (p, _operations(owner, p, shares))
+            for owner in owners
+            for p in owner._parameters.values()  # noqa: SLF001
+            if p is not None
+        ]
         every_token = sum(count for _, count in uses)
         trained = sum(count for p, count in uses if p.requires_grad)
         trainable = {p for p, _ in uses if p.requires_grad and has_backward}
@@ -497,16 +490,13 @@ def owned_tensors(owners: Iterable[nn.Module]) -> set[Tensor]:
     return {tensor for tensors in owned for tensor in tensors if tensor is not None}
 
 
-def quantizable_tensors(module: nn.Module) -> set[Tensor]:
-    return {getattr(layer, name) for layer, name in quantizable_weights(module)}
-
-
 Sizes: TypeAlias = Callable[..., dict[str, Any]]
 """Gives the numbers and bytes of tensors of which some are `trained`, by names of `BlockWork`."""
 
 
 def _sizes(module: nn.Module) -> Sizes:
-    packed, represented = quantizable_tensors(module), represented_values(module)
+    packed = {getattr(layer, name) for layer, name in quantizable_weights(module)}
+    represented = represented_values(module)
 
     def count(some: Iterable[Tensor]) -> int:
         parameters = (tensor for tensor in some if isinstance(tensor, nn.Parameter))
@@ -524,14 +514,6 @@ def _sizes(module: nn.Module) -> Sizes:
         }
 
     return sizes
-
-
-def _parameter_uses(owners: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Every use of a parameter: a tied one once per module that has it."""
-    for owner in owners:
-        for parameter in owner._parameters.values():  # noqa: SLF001
-            if parameter is not None:
-                yield owner, parameter
 
 
 def _operations(owner: nn.Module, parameter: nn.Parameter, shares: dict[int, float]) -> float:
