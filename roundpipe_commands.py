@@ -37,9 +37,7 @@ EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 plus the number of SIGINT."""
 
 
-_CHOICES = ("recipe", "experiment")
-"""Groups whose files choose in other groups."""
-
+_CHOICES = ("recipe", "experiment")  # groups whose files choose in other groups
 _MODULES = {"plan": "plan.command", "export": "checkpoints"}
 
 _NO_OPTION = re.compile(r"(?:unrecognized arguments|ambiguous option): (.+?)(?: could match .*)?\n")

@@ -179,7 +179,12 @@ class PipelineMonitor(Listening):
             self._data_seconds = time.perf_counter() - self._epoch_began
             self._epoch_began = None
         if self._have_reached_loggers:
-            self._withdraw(trainer)
+            # Lightning would log the figures again after every batch. What reads metrics (progress
+            # bars, `trainer.callback_metrics`) keeps the last ones.
+            results = compat.epoch_results(trainer)
+            for result in [results[name] for name in self._logged if name in results]:
+                result.reset()
+            self._logged, self._have_reached_loggers = [], False
         self._optimizer_began = None
         self._batch_began = time.perf_counter()
 
@@ -298,16 +303,6 @@ class PipelineMonitor(Listening):
         pl_module.log_dict(named, batch_size=1)
         self._logged = [f"on_train_batch_end.{name}" for name in (*shown, *named)]
         self._have_reached_loggers = False
-
-    def _withdraw(self, trainer: Trainer) -> None:
-        """Take the figures out of what Lightning logs: it would repeat them after every batch.
-
-        What reads metrics (progress bars, `trainer.callback_metrics`) keeps the last ones.
-        """
-        results = compat.epoch_results(trainer)
-        for result in [results[name] for name in self._logged if name in results]:
-            result.reset()
-        self._logged, self._have_reached_loggers = [], False
 
 
 def figures_among(callbacks: Iterable[Callback]) -> Mapping[str, float]:

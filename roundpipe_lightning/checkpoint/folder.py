@@ -67,7 +67,7 @@ T = TypeVar("T")
 Share: TypeAlias = Callable[[Any], Sequence[Any]]
 """Returns every host's object, by rank; all hosts call it."""
 
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
 """Offsets and sizes."""
 
 
@@ -295,7 +295,9 @@ def _compact(tensor: Tensor) -> Tensor:
     return tensor if is_compact else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut elements `start` to `stop` of a flattened tensor into boxes, in their order."""
     if start >= stop:
         return

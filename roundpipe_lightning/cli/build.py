@@ -42,11 +42,8 @@ from roundpipe_lightning.modules import (
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
-_SAMPLES = ("_target_", "files", "text")
-"""Settings of `data` that say what is trained on."""
-
-_RUN_NAMES = ("id", "run_id")
-"""Settings of loggers that name one of their runs."""
+_SAMPLES = ("_target_", "files", "text")  # settings of `data` that say what is trained on
+_RUN_NAMES = ("id", "run_id")  # settings of loggers that name one of their runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +83,14 @@ def build_run(config: DictConfig) -> Run:
     check_devices(job)
     job.source.check_weights()
     data: LightningDataModule = build(job.config.data)
-    check_tokens(job, data)
+    vocabulary = job.source.load_config().get_text_config().vocab_size
+    num_tokens = getattr(data, "num_tokens", None)
+    if num_tokens is not None and vocabulary < num_tokens:
+        raise ConfigurationError(
+            f"The model's vocabulary of {vocabulary} tokens is smaller than the "
+            f"{num_tokens} tokens of the data. Set model.architecture.vocab_size to at least "
+            f"{num_tokens}."
+        )
     check_memory(job)
     job = job.with_microbatches()
     config, module = job.config, job.new_module()
@@ -256,18 +260,6 @@ def check_batches(module: LightningModule, data: LightningDataModule) -> None:
                 f"{type(module).__name__} does not learn from a {type(data).__name__}: "
                 f"module={name} and data={name} go together."
             )
-
-
-def check_tokens(job: Job, data: LightningDataModule) -> None:
-    """Refuse a model that has no number for some of the data's tokens."""
-    vocabulary = job.source.load_config().get_text_config().vocab_size
-    num_tokens = getattr(data, "num_tokens", None)
-    if num_tokens is not None and vocabulary < num_tokens:
-        raise ConfigurationError(
-            f"The model's vocabulary of {vocabulary} tokens is smaller than the "
-            f"{num_tokens} tokens of the data. Set model.architecture.vocab_size to at least "
-            f"{num_tokens}."
-        )
 
 
 _NUMBERS = ("WORLD_SIZE", "SLURM_NTASKS")

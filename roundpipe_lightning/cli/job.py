@@ -559,23 +559,20 @@ class MetaModel:
     def work(self, *, fused: bool) -> WorkProfile:
         """Work of a microbatch as a function of its shape, measured when first asked for."""
         if fused not in self._works:
-            self._works[fused] = self._measured(fused=fused)
+            metrics = [part for part in self.module.modules() if isinstance(part, Metric)]
+            reads_once = fused and isinstance(self.module, CausalLanguageModule)
+            self._works[fused] = work_profile(
+                self.module,
+                Chain.from_stacks(self.stacks),
+                call=(lambda root, *size: causal_lm_call(root.model, *size))
+                if reads_once
+                else self._call,
+                compute_dtype=self.compute_dtype,
+                fusion=LossFusion("fused") if fused and not reads_once else None,
+                settings={"log": lambda *_, **__: None, "_device": torch.device("meta")},
+                replaced=[(metric, SilentMetric()) for metric in metrics],
+            )
         return self._works[fused]
-
-    def _measured(self, *, fused: bool) -> WorkProfile:
-        metrics = [part for part in self.module.modules() if isinstance(part, Metric)]
-        reads_once = fused and isinstance(self.module, CausalLanguageModule)
-        return work_profile(
-            self.module,
-            Chain.from_stacks(self.stacks),
-            call=(lambda root, *size: causal_lm_call(root.model, *size))
-            if reads_once
-            else self._call,
-            compute_dtype=self.compute_dtype,
-            fusion=LossFusion("fused") if fused and not reads_once else None,
-            settings={"log": lambda *_, **__: None, "_device": torch.device("meta")},
-            replaced=[(metric, SilentMetric()) for metric in metrics],
-        )
 
     def _call(self, root: Any, sequences: int, seq_len: int) -> Tensor:
         with torch.device("meta"):

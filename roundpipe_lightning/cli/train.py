@@ -44,8 +44,7 @@ from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 
 log = logging.getLogger(__name__)
 
-_OF_SWEEPS = ("hydra.mode=", "hydra.sweep", "hydra.launcher")
-"""Overrides that start several jobs."""
+_OF_SWEEPS = ("hydra.mode=", "hydra.sweep", "hydra.launcher")  # overrides that start several jobs
 
 
 def run(config: DictConfig) -> float | int | None:
@@ -70,7 +69,13 @@ def train(config: DictConfig) -> float | None:
     """
     run, metrics, figures = run_training(config)
     print_summary(run, figures)
-    return _choose_metric(run.config, metrics)
+    name: str | None = run.config.optimized_metric
+    is_left_out = not run.config.validate and str(name).startswith("val_")
+    if name is not None and name not in metrics and not is_left_out:
+        there = ", ".join(sorted(n for n in metrics if "/" not in n)) or "none"
+        log.warning("optimized_metric=%s was not measured; there are: %s", name, there)
+        sys.stderr.write(f"Warning: optimized_metric={name} was not measured; there are: {there}\n")
+    return None if name is None else metrics.get(name)
 
 
 def run_training(config: DictConfig) -> tuple[Run, dict[str, float], dict[str, Any]]:
@@ -83,7 +88,12 @@ def run_training(config: DictConfig) -> tuple[Run, dict[str, float], dict[str, A
     folder = Path(run.config.paths.output_dir)
     tell_settings(run)
     _save_config(run)
-    _save_first_plan(run)
+    # the plan is written before the first step runs by it
+    strategy, path = run.trainer.strategy, Path(run.config.paths.output_dir) / "plan.json"
+    if isinstance(strategy, RoundPipeStrategy):
+        strategy.plan_listeners.append(
+            lambda event: None if path.exists() else event.description.plan.save(path)
+        )
     log_settings(run)
     _save_config(run)
     log.info("Run folder %s, tags %s", folder, list(config.tags))
@@ -149,16 +159,6 @@ def _with_interval(config: DictConfig) -> DictConfig:
     return config
 
 
-def _choose_metric(config: DictConfig, metrics: dict[str, float]) -> float | None:
-    name: str | None = config.optimized_metric
-    is_left_out = not config.validate and str(name).startswith("val_")
-    if name is not None and name not in metrics and not is_left_out:
-        there = ", ".join(sorted(n for n in metrics if "/" not in n)) or "none"
-        log.warning("optimized_metric=%s was not measured; there are: %s", name, there)
-        sys.stderr.write(f"Warning: optimized_metric={name} was not measured; there are: {there}\n")
-    return None if name is None else metrics.get(name)
-
-
 def _end_interrupted(run: Run, signal_number: int) -> NoReturn:
     """Say how the run goes on, and end with the status that the signal stands for."""
     _save_plan(run)
@@ -191,15 +191,6 @@ def _save_config(run: Run) -> None:
     path = Path(run.config.paths.output_dir) / "config.yaml"
     if run.config.train or not path.exists():
         write_text(path, OmegaConf.to_yaml(run.config, resolve=True))
-
-
-def _save_first_plan(run: Run) -> None:
-    """Have the plan written before the first step runs by it."""
-    strategy, path = run.trainer.strategy, Path(run.config.paths.output_dir) / "plan.json"
-    if isinstance(strategy, RoundPipeStrategy):
-        strategy.plan_listeners.append(
-            lambda event: None if path.exists() else event.description.plan.save(path)
-        )
 
 
 def _save_plan(run: Run) -> None:
@@ -352,9 +343,7 @@ its base (`roundpipe-export merge=true`), where it can be, it is a model that bo
 
 _SERVE_SCORES = "`AutoModelForSequenceClassification` loads it; an adapter needs `peft` besides."
 
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM takes as the largest one."""
-
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM takes as the largest one
 _UNSERVED = ("use_dora", "use_rslora", "modules_to_save", "alpha_pattern", "lora_bias")
 """Settings of an adapter that vLLM refuses, or llama.cpp leaves out."""
 

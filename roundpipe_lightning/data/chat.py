@@ -32,9 +32,7 @@ Messages: TypeAlias = Sequence[Message]
 Options: TypeAlias = Mapping[str, Any]
 """Further variables of a template."""
 
-_OTHER = "\ufdd0"
-"""A character that no text has."""
-
+_OTHER = "\ufdd0"  # a character that no text has
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 

@@ -131,7 +131,8 @@ class Forms:
         content = form.read(record)
         unread = own.keys() - fields.seen - set(self.names.values()) - _VERDICT
         self.found.setdefault(record.part, (form, record.place, ", ".join(sorted(unread))))
-        if form.kind == "conversation" and _is_unwanted(record.fields):
+        verdicts = (str(record.fields.get(name)).strip().lower() for name in _VERDICT)
+        if form.kind == "conversation" and "false" in verdicts:
             raise DataError(
                 f"{record.place}: this answer was judged as unwanted (label: false), and would be "
                 "learned here. Leave it out, or learn from what was judged: module=kto data=kto."
@@ -205,8 +206,7 @@ def is_trained(message: Message) -> bool | None:
 
 
 _FLAGS = ("train", "training", "weight", "loss_weight")
-_DETAIL = "train_detail"
-"""Axolotl's flags of parts of a message."""
+_DETAIL = "train_detail"  # Axolotl's flags of parts of a message
 
 
 def _message(given: Any, number: int, place: str) -> Message:
@@ -312,8 +312,7 @@ def _partial_flag(name: str, number: int, place: str) -> DataError:
 _UNKNOWN = ("audio", "audios", "video", "videos")
 """Fields beside the messages whose places in the texts would be learned as words."""
 
-_IMAGE = "<image>"
-"""Place of an image in a text, as ShareGPT's files with images have it."""
+_IMAGE = "<image>"  # place of an image in a text, as ShareGPT's files with images have it
 
 
 def _with_images(record: Record, messages: Sequence[Message]) -> Sequence[Message]:
@@ -460,10 +459,6 @@ _VERDICTS = {"true": True, "false": False, "1": True, "0": False}
 _VERDICT = {"label", "kto_tag"}
 
 
-def _is_unwanted(fields: Mapping[str, Any]) -> bool:
-    return any(str(fields.get(name)).strip().lower() == "false" for name in _VERDICT)
-
-
 def _judged(read: Callable[[Record], Content]) -> Callable[[Record], Content]:
     """KTO's: a conversation, and whether its last answer is wanted."""
 
@@ -529,10 +524,6 @@ def _conversation(record: Record, given: Any) -> Content:
     return Content(messages=messages, tools=_from_json(record.fields.get("tools")) or None)
 
 
-def _text(record: Record) -> Content:
-    return Content(text=record.text("text"))
-
-
 _KINDS = {
     "pair": "pairs of answers: module=preference data=preference (recipe=.../dpo)",
     "judged": "judged answers: module=kto data=kto (recipe=.../kto)",
@@ -564,7 +555,7 @@ _FORMS: Iterable[Form] = (
         Form(f"{ask}/{answer}", "conversation", (ask, answer), _question(ask, answer))
         for ask, answer in _QUESTIONS
     ),
-    Form("texts", "text", ("text",), _text),
+    Form("texts", "text", ("text",), lambda record: Content(text=record.text("text"))),
 )
 """All forms; of several that fit the first one is taken, a wanted one before the others."""
 

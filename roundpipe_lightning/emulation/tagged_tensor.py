@@ -390,8 +390,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     return _placed(made, place).requires_grad_(requires_grad)
 
 
-_Special = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-_SPECIAL_FUNCTIONS: Mapping[Any, _Special] = {
+_SPECIAL_FUNCTIONS: Mapping[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     torch.Tensor.to: _to,
     torch.Tensor.type_as: lambda _, args, __: move(args[0], tag_of(args[1])).to(args[1].dtype),
     torch.Tensor.cpu: lambda _, args, __: move(args[0], None),

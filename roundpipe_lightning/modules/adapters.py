@@ -107,26 +107,22 @@ def peft_config(target: str, settings: Mapping[str, Any]) -> PeftConfig:
         if key not in known:
             hint = _nearest(key, known)
             raise ConfigurationError(f"peft.{key} is not a setting of {target}.{hint}")
-        _check_range(key, value)
+        if key in _COUNTS and not (value is None or (isinstance(value, int) and value >= 1)):
+            raise ConfigurationError(f"peft.{key}={value} must be a whole number, 1 or more.")
+        if "dropout" in key and isinstance(value, (int, float)) and not 0 <= value < 1:
+            raise ConfigurationError(
+                f"peft.{key}={value} must lie between 0 and 1, 1 itself not included."
+            )
+        if key == "target_modules" and (isinstance(value, int) or value in ("", [])):
+            raise ConfigurationError(
+                f"peft.target_modules={value}: name the layers to adapt, or 'all-linear'."
+            )
     try:
         with _quiet():
             made = kind(**{key: value for key, value in settings.items() if value is not None})
             return cast("PeftConfig", made)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{target} cannot be set up: {error}") from error
-
-
-def _check_range(name: str, value: object) -> None:
-    if name in _COUNTS and not (value is None or (isinstance(value, int) and value >= 1)):
-        raise ConfigurationError(f"peft.{name}={value} must be a whole number, 1 or more.")
-    if "dropout" in name and isinstance(value, (int, float)) and not 0 <= value < 1:
-        raise ConfigurationError(
-            f"peft.{name}={value} must lie between 0 and 1, 1 itself not included."
-        )
-    if name == "target_modules" and (isinstance(value, int) or value in ("", [])):
-        raise ConfigurationError(
-            f"peft.target_modules={value}: name the layers to adapt, or 'all-linear'."
-        )
 
 
 def _method(config: PeftConfig) -> str:

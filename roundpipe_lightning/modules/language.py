@@ -22,7 +22,6 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.source import Head, ModelSource
 from roundpipe_lightning.modules.adapters import Adapters
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 """Makes the optimizer from the parameters, e.g. `functools.partial(torch.optim.AdamW, lr=1e-3)`."""
 
 SchedulerFactory = Callable[..., Any]
@@ -56,7 +55,7 @@ class TransformersModule(LightningModule):
         self,
         source: ModelSource,
         *,
-        optimizer: OptimizerFactory,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         scheduler: SchedulerFactory | None = None,
         adapters: Adapters | None = None,
     ) -> None:

@@ -43,16 +43,10 @@ from roundpipe_lightning.planning.search.remedies import (
 )
 from roundpipe_lightning.planning.search.request import PartitionHints
 
-_LONGEST = 2**22
-"""Tokens of a sequence at which the search for the longest one stops."""
-
-_MULTIPLE = 128
-"""The longest sequence is a multiple of this."""
-
+_LONGEST = 2**22  # tokens of a sequence at which the search for the longest one stops
+_MULTIPLE = 128  # the longest sequence is a multiple of this
 _MEMORY_SHARE = "trainer.strategy.memory_share"
-_SHARE_STEPS = 100
-"""Shares of memory are multiples of one by this."""
-
+_SHARE_STEPS = 100  # shares of memory are multiples of one by this
 _GIB = 2**30
 _SMALL_RATE = 1e-4  # below, an update is often less than half a step of bfloat16
 

@@ -177,7 +177,18 @@ class PlanOutput:
         return f"{self.answer.reason_no_plan} {lacks}".strip()
 
     def to_text(self) -> str:
-        lines = self._job_lines()
+        asked, job = self.job, self.answer.job
+        batches = f" x {job.num_batches} batches" if job.num_batches > 1 else ""
+        lines = [
+            machine_line(asked.machine),
+            model_line(job.work, precision=str(asked.precision.precision)),
+            (
+                f"Step: {asked.batch_size} sequences of {job.shape.seq_len:,} tokens{batches}, "
+                f"in {job.num_microbatches} microbatches of {job.shape.sequences}"
+            ),
+            *([f"Not counted: {self.not_counted}"] if self.not_counted else []),
+            *([_EAGER] if self._is_eager else []),
+        ]
         if self._described is not None:
             lines += ["", *self._described.plan_lines()]
         lines += ["", "Memory", *memory_lines(self.answer.memory)]
@@ -220,20 +231,6 @@ class PlanOutput:
         plan = f"partition.plan={self.files['plan.json']}"
         saved = [] if self.hosts else ["partition=saved", plan]
         return shlex.join([*program.split(), *given, *saved])
-
-    def _job_lines(self) -> list[str]:
-        asked, job = self.job, self.answer.job
-        batches = f" x {job.num_batches} batches" if job.num_batches > 1 else ""
-        return [
-            machine_line(asked.machine),
-            model_line(job.work, precision=str(asked.precision.precision)),
-            (
-                f"Step: {asked.batch_size} sequences of {job.shape.seq_len:,} tokens{batches}, "
-                f"in {job.num_microbatches} microbatches of {job.shape.sequences}"
-            ),
-            *([f"Not counted: {self.not_counted}"] if self.not_counted else []),
-            *([_EAGER] if self._is_eager else []),
-        ]
 
     @property
     def _is_eager(self) -> bool:

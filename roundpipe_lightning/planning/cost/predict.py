@@ -152,7 +152,11 @@ class StepModel:
             more = self._simulated(twice, costs)[1].makespan_seconds - pipeline
             pipeline = max(more, pipeline / 2, _least_period(layout, timeline))
         else:
-            edges = self._edge_seconds(runs)
+            # nothing hides the first block's upload and the last stage's download
+            first = runs[0][0]
+            last = next(run for row in runs for run in row if run.stage.has_head_backward)
+            upload = self.host.first_upload * first.weight_bytes / max(1, len(first.stage.blocks))
+            edges = upload + self.host.last_download * last.gradient_bytes
         seconds = host.step_seconds(pipeline, uploaded=uploaded, downloaded=downloaded, edges=edges)
         return StepPrediction(
             layout=layout,
@@ -170,13 +174,6 @@ class StepModel:
                 float(sum(run.direct_bytes for run in each)),
             ),
         )
-
-    def _edge_seconds(self, runs: list[list[StageRun]]) -> float:
-        """The first block's upload and the last stage's download, which nothing hides."""
-        first = runs[0][0]
-        last = next(run for row in runs for run in row if run.stage.has_head_backward)
-        upload = self.host.first_upload * first.weight_bytes / max(1, len(first.stage.blocks))
-        return upload + self.host.last_download * last.gradient_bytes
 
     def _simulated(
         self, layout: PipelineLayout, costs: StageCosts

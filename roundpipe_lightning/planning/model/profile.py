@@ -34,7 +34,6 @@ from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.planning.schedule.stages import (
     Partition,
     RecomputePolicy,
-    Stage,
     StageKind,
     check_cuts,
 )
@@ -218,7 +217,13 @@ class MeasuredProfile:
         for stage in partition.stages():
             seen = self._windows.get((stage.kind, stage.index), ())
             if len(seen) == _WINDOW:
-                terms = _terms_of(stage, num_blocks=partition.num_blocks)
+                num = partition.num_blocks
+                # the indices of the terms that a stage's duration is the sum of
+                terms = [
+                    block + num * (stage.kind is not StageKind.FORWARD) for block in stage.blocks
+                ]
+                ends = (stage.has_head_forward, stage.has_head_backward, stage.has_tail)
+                terms += [2 * num + place for place, has in enumerate(ends) if has]
                 self._deal_out(median(seen), terms, current, share)
 
     def _deal_out(
@@ -304,19 +309,6 @@ def _terms(profile: ModelProfile) -> list[float]:
         head.backward_seconds,
         tail.forward_seconds + tail.backward_seconds,
     ]
-
-
-def _terms_of(stage: Stage, *, num_blocks: int) -> list[int]:
-    """Indices of the terms that a stage's duration is the sum of."""
-    offset = 0 if stage.kind is StageKind.FORWARD else num_blocks
-    terms = [offset + block for block in stage.blocks]
-    if stage.has_head_forward:
-        terms.append(2 * num_blocks)
-    if stage.has_head_backward:
-        terms.append(2 * num_blocks + 1)
-    if stage.has_tail:
-        terms.append(2 * num_blocks + 2)
-    return terms
 
 
 def _timed(part: BlockProfile, *, forward: float, backward: float) -> BlockProfile:

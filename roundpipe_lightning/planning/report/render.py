@@ -164,19 +164,15 @@ def _entry(entry: TimelineEntry, y: int, scale: float, origin: float) -> str:
 
 def _axis(top: int, longest: float, scale: float) -> Iterator[str]:
     yield _rect(_MARGIN, top, longest * scale, 1, "a")
-    step = _tick_seconds(longest)
+    least = longest / _MOST_TICKS
+    power: float = 10.0 ** math.floor(math.log10(least))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.999)
     unit, factor = ("s", 1.0) if longest >= 1.0 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
     for number in range(math.floor(longest / step * (1 + 1e-9)) + 1):
         x = _MARGIN + number * step * scale
         yield _rect(x, top, 1, 4, "a")
         text = f"{number * step * factor:.6g}" if number else f"0 {unit}"
         yield f'<text x="{_number(x)}" y="{top + 14}" class="t">{text}</text>'
-
-
-def _tick_seconds(longest: float) -> float:
-    least = longest / _MOST_TICKS
-    power: float = 10.0 ** math.floor(math.log10(least))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.999)
 
 
 def _legend(top: int) -> Iterator[str]:

@@ -22,7 +22,7 @@ worker 1: 1 of 4 done, runs F1.1 for 612.4 s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,7 +32,6 @@ from roundpipe_lightning.planning.schedule.schedule import (
     Action,
     ActionKey,
     Timeline,
-    TimelineEntry,
     dependencies,
 )
 from roundpipe_lightning.planning.schedule.stages import Partition
@@ -62,7 +61,21 @@ def idle_seconds(timeline: Timeline, *, partition: Partition) -> dict[IdleCause,
     total = dict.fromkeys(IdleCause, 0.0)
     begin, end = timeline.start_seconds, timeline.end_seconds
     for row in timeline.rows():
-        fill, boundary, other = _gaps(row, partition, begin=begin, ended=ended)
+        fill = boundary = other = 0.0  # waits before the first action, for boundaries, and others
+        free = None
+        for entry in row:
+            start = entry.start_seconds
+            sources = dependencies(entry.action.key, partition)
+            boundary += entry.waiting_seconds
+            if free is None:
+                fill, free = start - begin, start
+            elif start > free:
+                ready = free
+                for source in sources:
+                    ready = max(ready, min(ended.get(source, free), start))
+                boundary += ready - free
+                other += start - ready
+            free = max(free, entry.end_seconds)
         total[IdleCause.FILL] += fill if row else end - begin
         total[IdleCause.DRAIN] += end - max(entry.end_seconds for entry in row) if row else 0.0
         total[IdleCause.BOUNDARY] += boundary
@@ -86,32 +99,6 @@ class Overlap:
     fill_seconds: float = 0.0
     drain_seconds: float = 0.0
     pause_seconds: float = 0.0
-
-
-def _gaps(
-    row: Sequence[TimelineEntry],
-    partition: Partition,
-    *,
-    begin: float,
-    ended: Mapping[ActionKey, float],
-) -> tuple[float, float, float]:
-    """Return a worker's waits: before its first action, for boundaries, and otherwise."""
-    fill = boundary = other = 0.0
-    free = None
-    for entry in row:
-        start = entry.start_seconds
-        sources = dependencies(entry.action.key, partition)
-        boundary += entry.waiting_seconds
-        if free is None:
-            fill, free = start - begin, start
-        elif start > free:
-            ready = free
-            for source in sources:
-                ready = max(ready, min(ended.get(source, free), start))
-            boundary += ready - free
-            other += start - ready
-        free = max(free, entry.end_seconds)
-    return fill, boundary, other
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -192,7 +192,11 @@ def validate_schedule(schedule: Schedule, *, partition: Partition, num_microbatc
         for action in actions:
             if action.worker != worker:
                 raise _error(f"{action} stands in the row of worker {worker}.", schedule, action)
-    expected = expected_keys(partition, num_microbatches)
+    expected = frozenset(
+        ActionKey(stage.kind, stage.index, microbatch)
+        for stage in partition.stages()
+        for microbatch in range(num_microbatches)
+    )
     seen: set[ActionKey] = set()
     for action in schedule:
         if action.key not in expected:
@@ -221,14 +225,6 @@ def validate_schedule(schedule: Schedule, *, partition: Partition, num_microbatc
             ready.extend(waiters.pop(action.key, ()))
     if waiters:
         raise PlanError(_describe_deadlock(schedule, partition, position, done))
-
-
-def expected_keys(partition: Partition, num_microbatches: int) -> frozenset[ActionKey]:
-    return frozenset(
-        ActionKey(stage.kind, stage.index, microbatch)
-        for stage in partition.stages()
-        for microbatch in range(num_microbatches)
-    )
 
 
 def _error(reason: str, schedule: Schedule, *marked: Action) -> PlanError:

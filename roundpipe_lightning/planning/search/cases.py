@@ -83,7 +83,16 @@ def joint_limits(
 ) -> StageLimits:
     """Narrow limits until stages as large as all of them fit: neighbours share the two slots."""
     while not are_held(limits, footprint=footprint, config=config):
-        limits = _narrower(limits)
+        forward, fused, backward = limits.forward, limits.fused, limits.backward
+        if forward > max(backward, fused):
+            forward -= 1
+        elif fused > backward:
+            fused -= 1
+        elif backward > 1:
+            backward -= 1
+        else:
+            forward, fused = max(forward - 1, 1), max(fused - 1, 0)
+        limits = StageLimits(forward=forward, fused=fused, backward=backward)
     return limits
 
 
@@ -95,19 +104,6 @@ def are_held(limits: StageLimits, *, footprint: Footprint, config: PipelineConfi
     layout = config.with_stages(largest_stages(footprint.profile, limits))
     largest = max(one.device_bytes for one in footprint.hardware.workers)
     return footprint.most_bytes(layout) <= largest
-
-
-def _narrower(limits: StageLimits) -> StageLimits:
-    forward, fused, backward = limits.forward, limits.fused, limits.backward
-    if forward > max(backward, fused):
-        forward -= 1
-    elif fused > backward:
-        fused -= 1
-    elif backward > 1:
-        backward -= 1
-    else:
-        forward, fused = max(forward - 1, 1), max(fused - 1, 0)
-    return StageLimits(forward=forward, fused=fused, backward=backward)
 
 
 def largest_stages(profile: ModelProfile, limits: StageLimits) -> Partition:

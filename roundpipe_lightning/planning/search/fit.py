@@ -21,9 +21,7 @@ from roundpipe_lightning.planning.cost.costs import RecomputeStart, UpdateTiming
 from roundpipe_lightning.planning.cost.memory import MemoryModel, MemoryReport
 from roundpipe_lightning.planning.cost.predict import Exchange, StepModel, StepPrediction
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.model.work import (
-    time_model,
-)
+from roundpipe_lightning.planning.model.work import time_model
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout, Plan
 from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy
 from roundpipe_lightning.planning.search.cases import (
