@@ -236,7 +236,16 @@ class Engine:
             self._check_plan(plan, self.chain)
         self.store.check_blocks()
         backward = options.get("backward", True)
-        prepared = self._wait_for_capacity(plan, backward=backward)
+        prepared = self._prepared(plan)
+        # A step that overlaps another begins with the worker after the one that ends that; any
+        # other with worker 0.
+        first = self._next_worker - self._next_worker % plan.team_size if prepared.num_turns else 0
+        if not self._steps.is_empty:
+            following = prepared.beginning_with(first)
+            self._steps.wait_for_capacity(following.stage_runs(backward=backward))
+        first = 0 if self._steps.is_empty else first
+        self._next_worker = (first + prepared.num_turns) % plan.num_workers
+        prepared = prepared.beginning_with(first)
         context = self._context(prepared, call, joined=joined, **options)
         step = Step(
             _members(context, microbatches, loss_scales),
@@ -247,21 +256,6 @@ class Engine:
         )
         self._steps.begin(step, prepared.stage_runs(backward=backward))
         return step
-
-    def _wait_for_capacity(self, plan: Plan, *, backward: bool) -> PreparedPlan:
-        """End steps until another can begin, and return its plan.
-
-        A step that overlaps another begins with the worker after the one that ends that; any other
-        with worker 0.
-        """
-        steps, prepared = self._steps, self._prepared(plan)
-        first = self._next_worker - self._next_worker % plan.team_size if prepared.num_turns else 0
-        if not steps.is_empty:
-            following = prepared.beginning_with(first)
-            steps.wait_for_capacity(following.stage_runs(backward=backward))
-        first = 0 if steps.is_empty else first
-        self._next_worker = (first + prepared.num_turns) % plan.num_workers
-        return prepared.beginning_with(first)
 
     def _prepared(self, plan: Plan) -> PreparedPlan:
         found = next((known for known in self._plans if known.plan is plan), None)

@@ -50,11 +50,6 @@ class _Mark(ref[Tensor]):
         return None
 
 
-def _origin_of(tensor: Tensor) -> Origin | None:
-    mark: _Mark | None = getattr(tensor, ORIGIN, None)
-    return Origin(*mark.place) if mark is not None and mark() is tensor else None
-
-
 class Watch(Enum):
     """Treatment of the results of the functions in a block."""
 
@@ -162,7 +157,8 @@ class SideOutputs:
 
     def leaf_for(self, tensor: Tensor) -> Tensor:
         """Return the tensor to use in the tail's graph: a leaf for a side output."""
-        origin = _origin_of(tensor)
+        mark: _Mark | None = getattr(tensor, ORIGIN, None)
+        origin = Origin(*mark.place) if mark is not None and mark() is tensor else None
         if origin is None or origin.run is not self or not torch.is_grad_enabled():
             return tensor
         if not (tensor.is_floating_point() or tensor.is_complex()):

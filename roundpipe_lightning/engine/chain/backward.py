@@ -160,21 +160,18 @@ class BackwardPass:
     def _go_to(self, position: int) -> Stage:
         turns = self._turns
         while not (turns.stage.kind is StageKind.BACKWARD and position in turns.stage.blocks):
-            self._send_ahead(position)
+            # what the next turn takes goes to its worker: gradients, and what it begins with
+            inputs = [
+                value.host
+                for call in self.forward.calls
+                if call.position == position
+                for value in call.inputs
+                if value.host is not None
+            ]
+            self._sources.send_ahead([*self._gradients.values(), *inputs])
             turns.next_turn()
         turns.enter()
         return turns.stage
-
-    def _send_ahead(self, position: int) -> None:
-        """Send what the next turn takes to its worker: gradients, and the values it begins with."""
-        inputs = [
-            value.host
-            for call in self.forward.calls
-            if call.position == position
-            for value in call.inputs
-            if value.host is not None
-        ]
-        self._sources.send_ahead([*self._gradients.values(), *inputs])
 
     def _recompute(self, group: Sequence[BlockCall], resident: ResidentBlocks) -> None:
         sources, user = self._sources, self._user
@@ -246,7 +243,13 @@ class DriverBackward(BackwardPass):
         if not posted:
             super().run_calls(start, stop)
             return
-        self._hand_out(start, stop)
+        worker = self._turns.worker
+        for source in list(self._gradients):
+            if isinstance(source, JoinedValue) and start <= source.call < stop:
+                whole = self._gradients.pop(source).take(worker)
+                for piece, part in source.cut(whole).items():
+                    sources = self.forward.board.forwards[piece].sources
+                    sources.add_gradient(source.part(piece), part, worker)
         if all(one.position is None for one in posted):
             super().run_calls(start, stop)
             for piece in range(1, board.num_pieces):
@@ -270,15 +273,6 @@ class DriverBackward(BackwardPass):
             turns.leave()
             board.await_all()
             turns.enter()
-
-    def _hand_out(self, start: int, stop: int) -> None:
-        worker = self._turns.worker
-        for source in list(self._gradients):
-            if isinstance(source, JoinedValue) and start <= source.call < stop:
-                whole = self._gradients.pop(source).take(worker)
-                for piece, part in source.cut(whole).items():
-                    sources = self.forward.board.forwards[piece].sources
-                    sources.add_gradient(source.part(piece), part, worker)
 
     def _run_segment(self, number: int) -> None:
         for (tensor, dim), cut in self.forward.slices.items():

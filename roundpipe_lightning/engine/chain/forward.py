@@ -182,7 +182,11 @@ class ForwardPass:
             or (position is not None and self.chain.links[position].cut)
         )
         self.segments.code_ran = False
-        self._drop_unheld()
+        if self._live:  # what nobody can take any more in the present turn is freed
+            for value in self._live:
+                if value.segment is None and not value.is_held:
+                    value.here = None
+            self._live = [value for value in self._live if value.here is not None]
         posted = self._posted
         call = BlockCall(
             block,
@@ -200,21 +204,18 @@ class ForwardPass:
         if call.is_recomputed:
             if self._kept_operations:
                 call.kept = KeptOutputs(self._kept_operations)
-            call.begins_group = self._begins_group(call)
+            before = self.calls[-1] if self.calls else None
+            call.begins_group = (
+                call.position is None
+                or call.position in self._starts
+                or self.segments.last.start == call.number
+                or before is None
+                or not before.wanted
+                or before.position != call.position - 1
+            )
         if call.begins_group:
             self._keep_values()
         return call
-
-    def _begins_group(self, call: BlockCall) -> bool:
-        before = self.calls[-1] if self.calls else None
-        return (
-            call.position is None
-            or call.position in self._starts
-            or self.segments.last.start == call.number
-            or before is None
-            or not before.wanted
-            or before.position != call.position - 1
-        )
 
     def _ends_pass(self, call: BlockCall) -> bool:
         if call.position is None:
@@ -234,7 +235,15 @@ class ForwardPass:
     def go_to_fused_stage(self) -> None:
         while self.turns.in_forward_stage:
             self.leave_turn()
-        self._forget_unused()
+        needed: set[Value] = set()  # by a recompute; the user's code holds what it may take
+        start = 0
+        for call in self.calls:
+            start = call.number if call.begins_group else start
+            needed.update(value for value in call.inputs if value.call < start)
+        for call in self.calls:
+            for value in call.values:
+                if value not in needed and not value.is_held:
+                    value.forget_host()
 
     def next_turn(self) -> None:
         self.leave_turn()
@@ -287,26 +296,6 @@ class ForwardPass:
         for value in self._live:
             if value.here is not None and value.host is None and value.is_held:
                 value.host = self.sources.pack(value.here)
-
-    def _drop_unheld(self) -> None:
-        """Free what nobody can take any more in the present turn."""
-        if self._live:
-            for value in self._live:
-                if value.segment is None and not value.is_held:
-                    value.here = None
-            self._live = [value for value in self._live if value.here is not None]
-
-    def _forget_unused(self) -> None:
-        """Drop what neither a recompute nor the user's code will take."""
-        needed: set[Value] = set()
-        start = 0
-        for call in self.calls:
-            start = call.number if call.begins_group else start
-            needed.update(value for value in call.inputs if value.call < start)
-        for call in self.calls:
-            for value in call.values:
-                if value not in needed and not value.is_held:
-                    value.forget_host()
 
     def _run_forward(self, call: BlockCall, given: Given) -> Outcome:
         leaves = self._here if call.segment is None else self.segments.last.leaves

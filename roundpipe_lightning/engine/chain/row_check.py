@@ -238,7 +238,7 @@ class RowTrial:
                 rows = shadow[part] if part < 3 else shadow.both
                 if dim is not None and part in _BESIDE:
                     beside = shadow.second
-                    if _is_finite(beside):
+                    if beside.is_floating_point() and bool(beside.isfinite().all()):
                         # In other places: tokens could be taken for rows, and rows go by all.
                         others = [d for d in range(beside.dim()) if d != dim]
                         beside = beside.roll([1] * len(others), others) if others else beside
@@ -536,10 +536,6 @@ def _cotangent(shadow: Shadow, part: int) -> Tensor:
 
 def _numbers(like: Tensor) -> Tensor:
     return torch.arange(like.numel(), device=like.device).cos().to(like.dtype).view(like.shape)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and bool(tensor.isfinite().all())
 
 
 def _scale_of(tensor: Tensor) -> float:

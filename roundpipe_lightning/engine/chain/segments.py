@@ -87,7 +87,12 @@ class Segments:
         return self._all[number]
 
     def open_next(self) -> None:
-        self.forget_copies()
+        # copies that the user's code has not written into are forgotten
+        for value in self.copied:
+            if value.copy is not None and not value.is_written:
+                self._earlier_copies.append((weakref.ref(value.copy), value))
+                value.copy = None
+        self.copied = [value for value in self.copied if value.copy is not None]
         self.number += 1
         self.last = Segment(
             start=len(self.calls),
@@ -161,14 +166,6 @@ class Segments:
             value.copy = tensor.clone() if tensor.is_leaf else tensor
             value.copy_segment, value.copy_version = self.number, version_of(value.copy)
         return value.copy
-
-    def forget_copies(self) -> None:
-        """Forget copies that the user's code has not written into."""
-        for value in self.copied:
-            if value.copy is not None and not value.is_written:
-                self._earlier_copies.append((weakref.ref(value.copy), value))
-                value.copy = None
-        self.copied = [value for value in self.copied if value.copy is not None]
 
     def as_written(self, given: Given) -> Given:
         """Return what a block is given, with the copies that were written into in their place."""

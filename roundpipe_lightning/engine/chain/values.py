@@ -507,7 +507,7 @@ class Sources:
                 return source.detach()
             # User code keeps it, too: it need not leave before somebody else asks for it.
             maker = self.user.worker_of(source)
-            made = None if maker is worker or maker is None else self.turns.last_end(maker)
+            made = None if maker is worker or maker is None else self.turns.ends.get(maker)
             self._boundaries[source] = BoundaryTensor(source, maker, keeps=True, made=made)
         boundary = self._boundaries[source]
         if repeats:

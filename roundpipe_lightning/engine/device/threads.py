@@ -60,23 +60,16 @@ def _execute(index: int, task: Task, on_failure: Callable[[Failure], None], proc
         task()
     except BaseException as error:  # noqa: BLE001 - handed to the caller, who raises it
         if os.getpid() != process:
-            _leave_child(error)
+            # The task has forked it: it has no other thread, and nobody else would end it.
+            code = error.code if isinstance(error, SystemExit) else 1
+            if not isinstance(error, SystemExit):
+                traceback.print_exception(error)
+            elif isinstance(code, str):
+                sys.stderr.write(f"{code}\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1 if isinstance(code, str) else code or 0)
         on_failure(Failure(index, error))
-
-
-def _leave_child(error: BaseException) -> NoReturn:
-    """End a process that a task has forked: it has no other thread, and nobody else would end it.
-
-    The status is the one of `sys.exit`, 1 after an error.
-    """
-    code = error.code if isinstance(error, SystemExit) else 1
-    if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
-    elif isinstance(code, str):
-        sys.stderr.write(f"{code}\n")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1 if isinstance(code, str) else code or 0)
 
 
 class ThreadTeam:

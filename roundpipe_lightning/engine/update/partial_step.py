@@ -363,7 +363,12 @@ def _small_copy(optimizer: Optimizer) -> Optimizer:
     twin.param_groups = []
     for group in optimizer.param_groups:
         options = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-        members = _some_of_each_kind(group["params"])
+        found: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        for parameter in group["params"]:
+            kind = found.setdefault((parameter.dtype, parameter.dim()), [])
+            if len(kind) < _NUM_PER_KIND:
+                kind.append(parameter)
+        members = [parameter for kind in found.values() for parameter in kind]
         small = [nn.Parameter(_corner(parameter)) for parameter in members]
         for parameter, stand_in in zip(members, small, strict=True):
             if parameter.is_leaf and parameter.grad_dtype is not None:
@@ -382,15 +387,6 @@ def _small_copy(optimizer: Optimizer) -> Optimizer:
 def begin_training(optimizer: Any) -> None:
     """Put a schedule-free optimizer into the mode in which alone it steps."""
     getattr(optimizer, "train", bool)()
-
-
-def _some_of_each_kind(parameters: Iterable[Tensor]) -> list[Tensor]:
-    found: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-    for parameter in parameters:
-        kind = found.setdefault((parameter.dtype, parameter.dim()), [])
-        if len(kind) < _NUM_PER_KIND:
-            kind.append(parameter)
-    return [parameter for kind in found.values() for parameter in kind]
 
 
 def _corner(tensor: Tensor) -> Tensor:

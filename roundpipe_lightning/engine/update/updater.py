@@ -550,19 +550,15 @@ class Updater:
                 with self._changed:
                     self._error = error
             del job
-            if self._error is not None:
-                self._fail_all()
+            if self._error is not None:  # whoever waits for an update that will not be made goes on
+                with self._changed:
+                    self._num_parts.clear()
+                    events = list(self._events.values())
+                for event in events:
+                    event.fail(UpdateAborted())  # unless it has happened
             with self._changed:
                 self._num_done += 1
                 self._changed.notify_all()
-
-    def _fail_all(self) -> None:
-        """Let go of everybody who waits for an update that will not be made."""
-        with self._changed:
-            self._num_parts.clear()
-            events = list(self._events.values())
-        for event in events:
-            event.fail(UpdateAborted())  # unless it has happened
 
     def _update(
         self, units: Sequence[UpdateUnit], step: CapturedStep, *, begun: BegunStep | None

@@ -228,11 +228,8 @@ class ResidentBlocks:
     kept: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._await_upload = (
-            self.device.await_event if self.await_upload is None else self.await_upload
-        )
         self.num_bytes = 0
-        self._microbatches: list[int] = []
+        self.microbatches: list[int] = []  # that have run backward, and are not sent yet
         self._leaves: dict[nn.Parameter, nn.Parameter] = {}
         self._renewed: dict[nn.Parameter, int] = {}  # by `HostStore.rewritten`
         self.rounded = RoundedLeaves(partial(self.store.whole_values, device=self.device))
@@ -307,21 +304,17 @@ class ResidentBlocks:
         if self.weights is not None:
             event = self.weights.events.pop(block, None)
             if event is not None:
-                self._await_upload(event)
-            if self.store.rewritten:
-                self._renew(block)
+                (self.await_upload or self.device.await_event)(event)
+            if self.store.rewritten:  # since the upload began
+                for parameter in self.store.parameters_of(block):
+                    times = self.store.rewritten.get(parameter, 0)
+                    if times != self._renewed.get(parameter, 0):
+                        self._renewed[parameter] = times
+                        # It may be written into again before the upload is made.
+                        values = self.device.upload(self.device.snapshot(parameter))
+                        self._leaves[parameter].data.copy_(values)
+                        self.rounded.renew(self._leaves[parameter])
         return self._maker.view_of(block)
-
-    def _renew(self, block: nn.Module) -> None:
-        """Copy again what a step has written into parameters since their upload began."""
-        for parameter in self.store.parameters_of(block):
-            times = self.store.rewritten.get(parameter, 0)
-            if times != self._renewed.get(parameter, 0):
-                self._renewed[parameter] = times
-                # It may be written into again before the upload is made.
-                values = self.device.upload(self.device.snapshot(parameter))
-                self._leaves[parameter].data.copy_(values)
-                self.rounded.renew(self._leaves[parameter])
 
     @contextmanager
     def written(self, writes: ModuleWrites) -> Iterator[None]:
@@ -381,13 +374,7 @@ class ResidentBlocks:
         modules = {module: self._maker.view_of(module) for module in self._buffered[block]}
         with self._buffers.watched(modules) as buffers:
             yield buffers, attributes
-        self._note_frozen(block)
-        for module, name, value in reversed(self._overwritten):  # the first write comes last
-            if sum(tensor.nbytes for tensor in tensors_in(value)) <= _MOST_KEPT_BYTES:
-                attributes.append((module, {name: value}))
-
-    def _note_frozen(self, block: nn.Module) -> None:
-        """Keep what a block has said of its own parameters' `requires_grad`."""
+        # what a block has said of its own parameters' `requires_grad` is kept
         for parameter in self.store.parameters_of(block):
             trained = self._leaves[parameter].requires_grad
             if trained is parameter.requires_grad:
@@ -399,6 +386,9 @@ class ResidentBlocks:
                     f"A block makes a frozen parameter of shape {tuple(parameter.shape)} trainable "
                     "while it runs. Do it before the step, in on_train_batch_start say."
                 )
+        for module, name, value in reversed(self._overwritten):  # the first write comes last
+            if sum(tensor.nbytes for tensor in tensors_in(value)) <= _MOST_KEPT_BYTES:
+                attributes.append((module, {name: value}))
 
     @contextmanager
     def undone(self, block: nn.Module) -> Iterator[list[str]]:
@@ -452,13 +442,6 @@ class ResidentBlocks:
 
     def end_forward(self) -> bool:
         return self._buffers.write_back(self._maker.made)
-
-    def end_backward(self, microbatch: int) -> None:
-        self._microbatches.append(microbatch)
-
-    def take_microbatches(self) -> Sequence[int]:
-        microbatches, self._microbatches = sorted(self._microbatches), []
-        return microbatches
 
     def placed(self) -> list[tuple[BlockLayout, Sequence[nn.Parameter]]]:
         assert self.weights is not None, "it is a stage run's"

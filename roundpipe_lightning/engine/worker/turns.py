@@ -210,7 +210,7 @@ class MicrobatchTurns:
         self._path = self.turns.graph.paths[self.index]
         self._activation: AbstractContextManager[Any] | None = None
         self._begin_mark: Any = None
-        self._ends: dict[Worker, Event] = {}
+        self.ends: dict[Worker, Event] = {}  # of its last turn on each
         self.is_over = False
         self.on_leave: Callable[[int], None] = lambda number: None
         self._take_position(0)
@@ -245,9 +245,6 @@ class MicrobatchTurns:
                 self.workers[index].device.reaches(here) for index in rest
             )
         return self._stays[self.worker]
-
-    def last_end(self, worker: Worker) -> Event | None:
-        return self._ends.get(worker)
 
     @property
     def place(self) -> str:
@@ -304,7 +301,7 @@ class MicrobatchTurns:
         if graph.last[action.worker] == action.key:
             worker.end_turns(self.turns)
         if worker.transfers is not None:
-            self._ends[worker] = worker.device.mark_event(f"end of {action}")
+            self.ends[worker] = worker.device.mark_event(f"end of {action}")
         self.deactivate()
         self.turns.end(action)
 

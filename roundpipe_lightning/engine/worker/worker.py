@@ -150,10 +150,11 @@ class Worker:
         if resident is None or self._stage != stage:  # nothing was computed in this turn
             reducer.add_stage(stage.index, [microbatch], {})
             return
-        resident.end_backward(microbatch)
+        resident.microbatches.append(microbatch)
         if not (is_last or self.device.shares_host_memory):
             return
-        microbatches, known = resident.take_microbatches(), self.store.shared
+        microbatches, resident.microbatches = sorted(resident.microbatches), []
+        known = self.store.shared
         if self.transfers is None:
             gradients = resident.take_gradients()
             elsewhere = {*known, *outside}
