@@ -205,7 +205,10 @@ def register(strategy: type[Strategy], *, name: str) -> None:
     if name not in FABRICS_REGISTRY:
         FABRICS_REGISTRY.register(name, refuse_fabric)
     FabricsStrategy.register(strategy)
-    register_refusal(name)
+    if _REGISTRY in sys.modules:
+        _register(sys.modules[_REGISTRY], name)
+    elif not any(isinstance(finder, _Registering) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Registering(name))
 
 
 class WorkersOnCuda(CUDAAccelerator):
@@ -245,14 +248,6 @@ def replace_pytorch_lightning() -> None:
             )
     if not any(isinstance(finder, _Replacing) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Replacing())
-
-
-def register_refusal(name: str) -> None:
-    """Have `pytorch_lightning.Trainer(strategy=name)` say what to do, now or once imported."""
-    if _REGISTRY in sys.modules:
-        _register(sys.modules[_REGISTRY], name)
-    elif not any(isinstance(finder, _Registering) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Registering(name))
 
 
 def _register(strategies: ModuleType, name: str) -> None:

@@ -175,7 +175,11 @@ def log_means(
         if not isinstance(values[0], (Tensor, Number)):
             value = values[0]  # Lightning says what is wrong with it
         else:
-            of_loss = _are_the_losses(values, [losses[index] for index in calls])
+            of_loss = all(
+                loss is not None
+                and torch.equal(torch.as_tensor(value, dtype=torch.float64), loss.to(torch.float64))
+                for value, loss in zip(values, [losses[index] for index in calls], strict=True)
+            )
             if not (is_proven or of_loss or None in sizes):
                 weights = sizes
             value = weighted_mean(values, weights=weights)
@@ -208,14 +212,6 @@ def weighted_mean(values: Sequence[Any], *, weights: Sequence[float]) -> Any:
     if not isinstance(first, Tensor):
         return mean.item()
     return mean.to(torch.promote_types(first.dtype, torch.float32))
-
-
-def _are_the_losses(values: Sequence[Any], losses: Sequence[Tensor | None]) -> bool:
-    return all(
-        loss is not None
-        and torch.equal(torch.as_tensor(value, dtype=torch.float64), loss.to(torch.float64))
-        for value, loss in zip(values, losses, strict=True)
-    )
 
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
@@ -328,7 +324,17 @@ def _follow(_: str, metric: Metric, arguments: Any, *, lists: bool) -> None:
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     device = tensors[0].device if tensors else metric.device
     if lists or device != metric.device:
-        _move(metric, device, lists=lists)
+        kept: list[tuple[Metric, str, Any]] = []
+        if not lists:
+            for part in _parts(metric):
+                for state in part._defaults:
+                    value = getattr(part, state)
+                    if isinstance(value, list):
+                        kept.append((part, state, value))
+                        setattr(part, state, [])
+        metric.to(device)
+        for part, state, value in kept:
+            setattr(part, state, value)
 
 
 def _before_use(metric: Metric, do: Callable[..., None]) -> Callable[[], None]:
@@ -355,20 +361,6 @@ def _before_use(metric: Metric, do: Callable[..., None]) -> Callable[[], None]:
         vars(metric).update(methods)
 
     return end
-
-
-def _move(metric: Metric, device: torch.device, *, lists: bool) -> None:
-    kept: list[tuple[Metric, str, Any]] = []
-    if not lists:
-        for part in _parts(metric):
-            for state in part._defaults:
-                value = getattr(part, state)
-                if isinstance(value, list):
-                    kept.append((part, state, value))
-                    setattr(part, state, [])
-    metric.to(device)
-    for part, state, value in kept:
-        setattr(part, state, value)
 
 
 def _bring_to_host(metric: Metric) -> None:

@@ -205,7 +205,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         given = locals()
-        self._options = Options(**{field.name: given[field.name] for field in fields(Options)})
+        self.options = Options(**{field.name: given[field.name] for field in fields(Options)})
         self.stochastic_rounding = stochastic_rounding
         self._given: dict[str, Any] = {
             "accelerator": accelerator,
@@ -265,12 +265,8 @@ class RoundPipeStrategy(OneProcessStrategy):
     # What others may look at ---------------------------------------------------------------------
 
     @property
-    def options(self) -> Options:
-        return self._options
-
-    @property
     def num_workers(self) -> int:
-        return len(self.parallel_devices or ()) * self._options.workers_per_device
+        return len(self.parallel_devices or ()) * self.options.workers_per_device
 
     @property
     def num_microbatches(self) -> int:
@@ -281,8 +277,8 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     @property
     def _wanted_microbatches(self) -> int | Literal["auto"]:
-        plan = self._options.given_plan
-        return self._options.num_microbatches if plan is None else plan.num_microbatches
+        plan = self.options.given_plan
+        return self.options.num_microbatches if plan is None else plan.num_microbatches
 
     @property
     def plan(self) -> Plan | None:
@@ -352,7 +348,7 @@ class RoundPipeStrategy(OneProcessStrategy):
     # Set-up and teardown -------------------------------------------------------------------------
 
     def _devices(self) -> list[Device]:
-        devices = (self.parallel_devices or []) * self._options.workers_per_device
+        devices = (self.parallel_devices or []) * self.options.workers_per_device
         self.precision_plugin.compute_device_type = devices[0].type
         return [
             CpuDevice(index) if device.type == "cpu" else AcceleratorDevice(device)
@@ -361,7 +357,7 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     def _speed(self) -> float:
         """Operations per second of this host's devices."""
-        devices, options = self.parallel_devices or [], self._options
+        devices, options = self.parallel_devices or [], self.options
         machine = find_machine(
             options.hardware,
             num_workers=len(devices),
@@ -376,7 +372,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         connected = compat.parallel_devices(trainer)
         checks.check_trainer_is_alone(is_alone=connected is self.parallel_devices)
         fits = trainer.state.fn == TrainerFn.FITTING
-        module, options = self._module, self._options
+        module, options = self._module, self.options
         self._num_threads = torch.get_num_threads()
         if (
             isinstance(trainer.accelerator, CPUAccelerator)
@@ -435,7 +431,7 @@ class RoundPipeStrategy(OneProcessStrategy):
                 self.cluster_environment,
                 rank=self._rank,
                 num_nodes=self.num_nodes,
-                timeout_seconds=self._options.timeout_seconds,
+                timeout_seconds=self.options.timeout_seconds,
             )
             self._hosts.watch.trains = True
 
@@ -446,12 +442,12 @@ class RoundPipeStrategy(OneProcessStrategy):
         self._hosts.travels = partial(agreement.ending_exception, trainer)
         self._host_shares = BatchShares(
             self._hosts,
-            self._options,
+            self.options,
             speed=self._speed,
             epoch=lambda: trainer.current_epoch,
         )
-        divide_memory(self._hosts, self._options)
-        if self._options.host_share == "measured":
+        divide_memory(self._hosts, self.options)
+        if self.options.host_share == "measured":
             if not self._divides_data:
                 raise ConfigurationError(
                     "host_share='measured' with Trainer(use_distributed_sampler=False): you divide "
@@ -465,9 +461,9 @@ class RoundPipeStrategy(OneProcessStrategy):
             compat.defer_sigterm(trainer, partial(setattr, self._hosts, "is_asked_to_stop", True))
             agreement.check_supported(
                 self._module,
-                options=self._options,
+                options=self.options,
                 precision=self.precision_plugin,
-                checks_gradients=self._options.check_gradients or compat.detects_anomalies(trainer),
+                checks_gradients=self.options.check_gradients or compat.detects_anomalies(trainer),
                 hooks=parameter_watch.gradient_hooks(trainer),
             )
         else:  # this host ends before its next batch, and the others lose it
@@ -475,12 +471,12 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         precision = self.precision_plugin
-        self._gradient_format = GradientFormat(self._options, precision)
+        self._gradient_format = GradientFormat(self.options, precision)
         self._gradient_format.begin(self._module)
         with checks.several_optimizers_explained(self._module):
             super().setup_optimizers(trainer)
         checks.check_optimizers(
-            self._module, self.optimizers, update=self._options.update, precision=precision
+            self._module, self.optimizers, update=self.options.update, precision=precision
         )
         if self.num_nodes > 1:
             agreement.check_optimizers(self.optimizers)
@@ -560,7 +556,7 @@ class RoundPipeStrategy(OneProcessStrategy):
             agreement.check_same(
                 self._hosts,
                 self._module.trainer,
-                self._options,
+                self.options,
                 settings={
                     "the form of checkpoints": getattr(self.checkpoint_io, "form", None),
                     **self.host_settings,

@@ -30,9 +30,7 @@ from roundpipe_lightning.planning.report.step_record import StepRecord
 from roundpipe_lightning.strategy.logging import LogCall
 from roundpipe_lightning.strategy.options import Options
 
-_ALIKE = 1.1
-"""Hosts get as much of a batch if none is faster by this factor: measured speeds vary."""
-
+_ALIKE = 1.1  # hosts get as much of a batch if none is faster by this factor: measured speeds vary
 _ROUNDED = 1e-2  # parts that were written down
 
 _FIRST, _LAST = 4, 10

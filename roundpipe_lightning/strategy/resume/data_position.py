@@ -108,14 +108,6 @@ class RecordedSampler:
         yield from indices
 
 
-def skips_indices(loader: Any) -> bool:
-    return (
-        isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and not isinstance(loader.dataset, IterableDataset)
-    )
-
-
 def takes_marks(loader: DataLoader[Any]) -> bool:
     """Whether the loader's processes can be given an empty list of indices."""
     dataset = loader.dataset
@@ -218,7 +210,11 @@ class LoaderPosition(Iterator[Any]):
         self.loader = loader
         self.randomness = LoaderRandomness(loader)
         self.sampler = None
-        if skips_indices(loader):
+        if (
+            isinstance(loader, DataLoader)
+            and type(loader).__iter__ is DataLoader.__iter__
+            and not isinstance(loader.dataset, IterableDataset)
+        ):
             self.sampler = RecordedSampler(
                 loader.sampler if loader.batch_sampler is None else loader.batch_sampler,
                 randomness=self.randomness,

@@ -239,12 +239,9 @@ class ResumePoint:
         if len(compat.consumed_loaders(combined)) == len(state["consumed"]) > 0:
             compat.set_consumed_loaders(combined, state["consumed"])
         if all(position is not None for position in positions):
-            self._silence_lightning()
-
-    def _silence_lightning(self) -> None:
-        before = list(warnings.filters)
-        warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
-        self._quiet = next((entry for entry in warnings.filters if entry not in before), None)
+            before = list(warnings.filters)
+            warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+            self._quiet = next((entry for entry in warnings.filters if entry not in before), None)
 
 
 # What was logged so far in an epoch: means that are not finished yet, and the latest values.
