@@ -164,10 +164,6 @@ class Microbatch:
         whole = user if outside is None else outside
         self.turns, self.user = turns, user
 
-    @property
-    def must_be_waited_for(self) -> bool:
-        return self.user.writes.were_any or bool(self.num_streamed)
-
     def execute(self) -> None:
         """Run the user's step and all stages. Called in the microbatch's thread."""
         device, turns = self.turns.worker.device, self.turns

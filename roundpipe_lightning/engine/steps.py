@@ -124,7 +124,7 @@ class Step:
         """
         if not self.waits_for_end:
             self.steps.await_outputs(self)
-        must_wait = any(one.must_be_waited_for for one in self.microbatches)
+        must_wait = any(m.user.writes.were_any or m.num_streamed for m in self.microbatches)
         if self.waits_for_end or must_wait or self.context.draws.num_draws:
             self.steps.finish(self)
         return StepOutputs(outputs=self._outputs, losses=self._losses)

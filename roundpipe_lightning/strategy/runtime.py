@@ -30,7 +30,6 @@ from roundpipe_lightning.engine.whole_batch import ManualStep
 from roundpipe_lightning.errors import StepModeError
 from roundpipe_lightning.models.blocks import find_stacks
 from roundpipe_lightning.models.losses.lazy_logits import FusedLosses, LossFusion
-from roundpipe_lightning.planning.model.profile import ModelProfile
 from roundpipe_lightning.planning.report.step_record import StepRecord, WorkerState
 from roundpipe_lightning.precision import RoundPipePrecision
 from roundpipe_lightning.strategy import compat
@@ -138,7 +137,7 @@ class PipelineRuntime:
                 stacklevel=2,
             )
         trainer = module.trainer
-        self._planner = StepPlanner(
+        self.planner = StepPlanner(
             module,
             stacks=self._stacks,
             devices=devices,
@@ -150,7 +149,7 @@ class PipelineRuntime:
             accumulates=trainer.accumulate_grad_batches != 1,
             clips=bool(trainer.gradient_clip_val),
         )
-        self.plan = self._planner.first_plan()
+        self.plan = self.planner.first_plan()
         shares_memory = [device.shares_host_memory for device in devices]
         self._on_host, self._moves = all(shares_memory), not any(shares_memory)
         self.compiler = BlockCompiler() if options.compile else None
@@ -173,7 +172,7 @@ class PipelineRuntime:
         # Of an ended training: with what the next step would compute, and the parameters' marks.
         self._left: dict[nn.Parameter, tuple[Tensor, Any]] = {}
         self._num_overlapped = 0  # windows in a row
-        self._assumed_rates = computes_on_host and self._planner.machine.name == "cpu"
+        self._assumed_rates = computes_on_host and self.planner.machine.name == "cpu"
         self._plan_listeners = plan_listeners
         self._step_listeners = step_listeners
         self._fusion = None if options.loss == "eager" else LossFusion(options.loss)
@@ -190,7 +189,7 @@ class PipelineRuntime:
             stack=self._stacks,
             devices=self._devices,
             plan=self.plan,
-            chain=self._planner.chain,
+            chain=self.planner.chain,
             timeout_seconds=self._options.timeout_seconds,
             compiler=self.compiler,
             upload_dtype=self._upload_dtype,
@@ -242,10 +241,6 @@ class PipelineRuntime:
             engine.close()
 
     # What others may look at ---------------------------------------------------------------------
-
-    @property
-    def profile(self) -> ModelProfile:
-        return self._planner.profile
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -310,7 +305,7 @@ class PipelineRuntime:
             cut = self._choice.begin(
                 batch,
                 arguments,
-                count=self._planner.num_microbatches,
+                count=self.planner.num_microbatches,
                 is_whole=self._engine is not None and bool(self._engine.forms.whole),
                 fusion=self._fusion,
                 trains=trains,
@@ -486,24 +481,24 @@ class PipelineRuntime:
             batch,
             arguments,
             before,
-            num_microbatches=self._planner.num_microbatches,
+            num_microbatches=self.planner.num_microbatches,
             divided={form.lead for form in self._engine.forms.known.values() if form is not None},
             reason=reason,
         )
 
     def _plan_for(self, cut: MicrobatchedBatch, arguments: Sequence[Any]) -> Planned:
         """Return the plan for a batch and show it if the batch is the largest so far."""
-        planned = self._planner.planned(
+        planned = self.planner.planned(
             cut.parts[0], arguments, count=cut.num_microbatches, joined=cut.joined
         )
         if self._plan_listeners:
-            event = self._planner.event_of(planned, assumed_rates=self._assumed_rates)
+            event = self.planner.event_of(planned, assumed_rates=self._assumed_rates)
             if event is not None:
                 for listener in self._plan_listeners:
                     listener(event)
         plan = planned.plan
-        if self._engine is not None and self._engine.chain is not self._planner.chain:
-            self._engine.plan_for(self._planner.chain, plan)
+        if self._engine is not None and self._engine.chain is not self.planner.chain:
+            self._engine.plan_for(self.planner.chain, plan)
             self.plan = plan
         if self.last is None or plan.num_microbatches >= self.plan.num_microbatches:
             self.plan = plan
@@ -591,9 +586,9 @@ class PipelineRuntime:
             return
         assert batch.timeline is not None
         assert batch.chain is not None
-        if self._planner.take_chain(batch.chain):
+        if self.planner.take_chain(batch.chain):
             return  # the next step has a plan of its own
-        self._planner.learn(
+        self.planner.learn(
             batch.planned,
             batch.timeline,
             remaining_steps=_num_batches_left(self._module.trainer),
@@ -695,14 +690,14 @@ class PipelineRuntime:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which a resumed training plans and compiles again."""
-        state = self._planner.state_dict()
+        state = self.planner.state_dict()
         if self.compiler is not None:
             state["compiler"] = self.compiler.state_dict()
         state["microbatching"] = self._choice.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._planner.load_state_dict(state)
+        self.planner.load_state_dict(state)
         self._choice.load_state_dict(state.get("microbatching", {}))
         if self.compiler is not None and "compiler" in state:
             self.compiler.load_state_dict(state["compiler"])

@@ -291,7 +291,7 @@ class RoundPipeStrategy(OneProcessStrategy):
     @property
     def profile(self) -> ModelProfile | None:
         """The model as the planner sees it; None before the first set-up."""
-        return self._seen.profile if self._seen else None
+        return self._seen.planner.profile if self._seen else None
 
     @property
     def last_step(self) -> StepRecord | None:

@@ -46,7 +46,7 @@ def test_auto_is_planned_from_measured_figures(tmp_path: Path) -> None:
     strategy = fit(tmp_path, LanguageModel(), DataLoader(PaddedSequences(8), batch_size=4))
     runtime = strategy._seen
     assert runtime is not None
-    machine = runtime._planner.machine
+    machine = runtime.planner.machine
     total = torch.cuda.get_device_properties(0).total_memory
     assert machine.num_devices == 2
     assert 0.3 * total < machine.device_bytes < 0.5 * total

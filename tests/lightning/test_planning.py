@@ -408,5 +408,5 @@ def test_averages_are_part_of_a_checkpoint(tmp_path: Path) -> None:
     strategy = RoundPipeStrategy()
     trainer = make_trainer(strategy=strategy, max_steps=8, **flags)
     trainer.fit(Regressor(), regression_data(), ckpt_path=path)
-    (found,) = strategy._seen._planner._planned  # type: ignore[union-attr]
+    (found,) = strategy._seen.planner._planned  # type: ignore[union-attr]
     assert found.measured.num_steps == 6 + 2

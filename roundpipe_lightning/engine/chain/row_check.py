@@ -504,11 +504,7 @@ def _compare_gradients(runs: Sequence[_Run], whose: str) -> None:
 
 
 def _rows_after(first: Tensor, both: Tensor, dim: int | None) -> Tensor:
-    return (
-        both
-        if dim is None
-        else both.narrow(dim, first.shape[dim], both.shape[dim] - first.shape[dim])
-    )
+    return both if dim is None else both.tensor_split([first.shape[dim]], dim)[1]
 
 
 def _alike(tensor: Tensor, dim: int) -> Tensor:

@@ -19,8 +19,7 @@ from torch.utils import _pytree as pytree
 
 from roundpipe_lightning.engine.capture.trees import tensors_in
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
-from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice, all_reach, runtime_of
-from roundpipe_lightning.engine.device.base import Device
+from roundpipe_lightning.engine.device.accelerator import all_reach, runtime_of
 from roundpipe_lightning.engine.device.host_memory import UNKNOWN_BYTES, host_bytes
 from roundpipe_lightning.engine.device.probe import available_bytes, probe_hardware
 from roundpipe_lightning.engine.store.block_layout import gradient_dtype
@@ -287,15 +286,6 @@ def first_chain(stacks: Sequence[BlockStack], given_plan: Plan | None) -> Chain:
         with contextlib.suppress(PlanError):  # the plan is checked against the chain
             return Chain.named(given_plan.block_names, stacks)
     return Chain.from_stacks(stacks)
-
-
-def accelerators_of(devices: Sequence[Device]) -> tuple[torch.device, ...]:
-    return tuple(dict.fromkeys(d.torch_device for d in devices if isinstance(d, AcceleratorDevice)))
-
-
-def without_training(work: WorkProfile) -> WorkProfile:
-    """Return a model of which nothing is trained: what an evaluation needs memory for."""
-    return work.each(lambda part: replace(part, num_trainable=0, trainable_bytes=0))
 
 
 def num_values(tree: Any) -> int:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.chain.chain import BlockStack, Chain
+from roundpipe_lightning.engine.device.accelerator import AcceleratorDevice
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.store.flat_buffers import is_mapped
 from roundpipe_lightning.errors import BatchError, FitError, PlanError
@@ -53,14 +54,12 @@ from roundpipe_lightning.strategy.planning.inputs import (
     Planned,
     StepWork,
     TransferSizes,
-    accelerators_of,
     find_machine,
     first_chain,
     num_values,
     rate_name,
     storage_of,
     widest_dtype,
-    without_training,
 )
 
 _EFFORT = Effort(num_actions=2_000_000, num_generations=30)
@@ -121,7 +120,9 @@ class StepPlanner:
             num_workers=len(devices),
             workers_per_device=options.workers_per_device,
             computes_on_host=computes_on_host,
-            accelerators=accelerators_of(devices),
+            accelerators=tuple(
+                dict.fromkeys(d.torch_device for d in devices if isinstance(d, AcceleratorDevice))
+            ),
         )
         self.machine = replace(self.machine, num_nodes=num_nodes or self.machine.num_nodes)
         if self.machine.num_nodes > 1 and options.memory_share != "auto":
@@ -178,7 +179,10 @@ class StepPlanner:
 
     def _first_step(self) -> StepWork:
         step = self._from_parameters()
-        return step if self._trains else replace(step, work=without_training(step.work))
+        if self._trains:
+            return step
+        frozen = step.work.each(lambda part: replace(part, num_trainable=0, trainable_bytes=0))
+        return replace(step, work=frozen)
 
     def _check_given(self, plan: Plan) -> None:
         if plan.num_workers != self._num_workers:
@@ -263,18 +267,17 @@ class StepPlanner:
         Only calls of one stack, once, are measured so.
         """
         plain = self.chain is self._first_chain and not self.chain.cuts
-        if self._is_blind or not plain:
-            return replace(self._from_parameters(), is_joined=joined)
-        try:
-            step = self._dry_run(given, arguments)
-            return step.pieces(count) if joined else step
-        except DryRunError as error:
-            self._is_blind = True
-            rank_zero_info(
-                "roundpipe: plans follow from the parameters alone, because training_step cannot "
-                f"be run without values ({error})"
-            )
-            return replace(self._from_parameters(), is_joined=joined)
+        if plain and not self._is_blind:
+            try:
+                step = self._dry_run(given, arguments)
+                return step.pieces(count) if joined else step
+            except DryRunError as error:
+                self._is_blind = True
+                rank_zero_info(
+                    "roundpipe: plans follow from the parameters alone, because training_step "
+                    f"cannot be run without values ({error})"
+                )
+        return replace(self._from_parameters(), is_joined=joined)
 
     def _dry_run(self, microbatch: Any, arguments: Sequence[Any]) -> StepWork:
         """Run the step without values; DryRunError: it cannot be run so."""
