@@ -98,11 +98,7 @@ class LiveView(CollectsLosses, Listening, ProgressBar):
             self._live.start()
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        *_: Any,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs)
         now = time.monotonic()

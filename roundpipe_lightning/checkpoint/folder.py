@@ -199,11 +199,7 @@ _Written: TypeAlias = tuple[MetadataIndex, torch.Size, _StorageInfo]
 
 
 def write_folder(
-    part: Part,
-    path: Path,
-    *,
-    share: Share | None = None,
-    take: TakeStorage = nullcontext,
+    part: Part, path: Path, *, share: Share | None = None, take: TakeStorage = nullcontext
 ) -> None:
     """Write a checkpoint; every host calls this.
 

@@ -180,11 +180,7 @@ class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
     """
 
     def __init__(
-        self,
-        *,
-        max_copy_bytes: int = 4 * _GIB,
-        form: Form = "file",
-        max_file_bytes: int = 4 * _GIB,
+        self, *, max_copy_bytes: int = 4 * _GIB, form: Form = "file", max_file_bytes: int = 4 * _GIB
     ) -> None:
         super().__init__(form=form, max_file_bytes=max_file_bytes)
         if type(max_copy_bytes) is not int or max_copy_bytes < 0:

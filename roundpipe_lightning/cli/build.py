@@ -114,10 +114,7 @@ def build_run(config: DictConfig) -> Run:
         # Lightning would look for what it requeues in the run's folder, which is a new one
         extra["plugins"] = [SLURMEnvironment(auto_requeue=False)]
     trainer: Trainer = build(
-        settings,
-        **extra,
-        callbacks=[statistics, *callbacks, interrupt],
-        logger=loggers or False,
+        settings, **extra, callbacks=[statistics, *callbacks, interrupt], logger=loggers or False
     )
     return Run(
         config=config,

@@ -53,13 +53,7 @@ class ChatDataModule(FileDataModule):
 
     kinds = ("conversation", "text")
 
-    def __init__(
-        self,
-        *,
-        packing: bool = True,
-        no_target: str = "drop",
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, packing: bool = True, no_target: str = "drop", **options: Any) -> None:
         super().__init__(**options)
         if no_target not in ("drop", "refuse"):
             raise ConfigurationError(f"data.no_target={no_target!r} is not one of drop, refuse.")

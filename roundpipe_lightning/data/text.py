@@ -33,12 +33,7 @@ class TextDataModule(FileDataModule):
 
     kinds = ("text",)
 
-    def __init__(
-        self,
-        *,
-        keep_apart: bool = True,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, keep_apart: bool = True, **options: Any) -> None:
         super().__init__(**options)
         self.keep_apart = keep_apart
 

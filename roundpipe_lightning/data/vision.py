@@ -182,11 +182,7 @@ class _SeenEncoder(ConversationEncoder):
         spans = [(moved(begin), moved(end)) for begin, end in spans]
         sample = self.sample(found["input_ids"][0], found["offset_mapping"][0], spans)
         return SeenSample(
-            input_ids=sample.input_ids,
-            labels=sample.labels,
-            text=text,
-            images=images,
-            place=place,
+            input_ids=sample.input_ids, labels=sample.labels, text=text, images=images, place=place
         )
 
     def processed(self, text: str, images: Sequence[Any], *, place: str, **how: Any) -> Any:

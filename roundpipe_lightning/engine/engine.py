@@ -314,11 +314,7 @@ class Engine:
             )
 
     def evaluate(
-        self,
-        call: Callable[[Any, Any], Any],
-        batch: Any,
-        *,
-        outside: Outside | None = None,
+        self, call: Callable[[Any, Any], Any], batch: Any, *, outside: Outside | None = None
     ) -> Any:
         """Run user code forward only, on the whole batch, in the calling thread.
 

@@ -52,10 +52,7 @@ from roundpipe_lightning.strategy.microbatching import (
 from roundpipe_lightning.strategy.options import Options, upload_dtype_of
 from roundpipe_lightning.strategy.planning.inputs import PlanEvent, Planned, num_values
 from roundpipe_lightning.strategy.planning.planner import StepPlanner
-from roundpipe_lightning.strategy.step import (
-    InFlightBatch,
-    loss_of_batch,
-)
+from roundpipe_lightning.strategy.step import InFlightBatch, loss_of_batch
 from roundpipe_lightning.strategy.updates import parameter_watch
 from roundpipe_lightning.strategy.updates.parameter_watch import ParameterWatch
 
@@ -442,10 +439,7 @@ class PipelineRuntime:
             with logged_from(self._module, used[0]):
                 log_noted(self._module.log, logged[0])
         present = InFlightBatch(
-            step,
-            planned=planned,
-            num_values=sum(map(num_values, cut.parts)),
-            backward_scale=scale,
+            step, planned=planned, num_values=sum(map(num_values, cut.parts)), backward_scale=scale
         )
         return present, known, logged, whole
 
@@ -589,9 +583,7 @@ class PipelineRuntime:
         if self.planner.take_chain(batch.chain):
             return  # the next step has a plan of its own
         self.planner.learn(
-            batch.planned,
-            batch.timeline,
-            remaining_steps=_num_batches_left(self._module.trainer),
+            batch.planned, batch.timeline, remaining_steps=_num_batches_left(self._module.trainer)
         )
         if self.plan is batch.plan:
             self.plan = batch.planned.plan

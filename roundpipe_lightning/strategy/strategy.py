@@ -441,10 +441,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         assert self._hosts is not None
         self._hosts.travels = partial(agreement.ending_exception, trainer)
         self._host_shares = BatchShares(
-            self._hosts,
-            self.options,
-            speed=self._speed,
-            epoch=lambda: trainer.current_epoch,
+            self._hosts, self.options, speed=self._speed, epoch=lambda: trainer.current_epoch
         )
         divide_memory(self._hosts, self.options)
         if self.options.host_share == "measured":
@@ -740,11 +737,7 @@ class RoundPipeStrategy(OneProcessStrategy):
             io.wait()
 
     def _write_on_hosts(
-        self,
-        hosts: Hosts,
-        checkpoint: dict[str, Any],
-        filepath: Any,
-        storage_options: Any,
+        self, hosts: Hosts, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
     ) -> None:
         """Write a checkpoint to which each host brings what it has, when it is to be written.
 

@@ -300,11 +300,7 @@ class DriverForward(ForwardPass):
         return self.turns.in_forward_stage or self.board.num_pieces == 1
 
     def _form_of(
-        self,
-        block: nn.Module,
-        given: Given,
-        arguments: Sequence[Argument],
-        position: int | None,
+        self, block: nn.Module, given: Given, arguments: Sequence[Argument], position: int | None
     ) -> _Found | None:
         """Return how to cut a call; None: it takes the whole batch."""
         if not self._may_try or not arguments:

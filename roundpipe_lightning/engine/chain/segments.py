@@ -95,9 +95,7 @@ class Segments:
         self.copied = [value for value in self.copied if value.copy is not None]
         self.number += 1
         self.last = Segment(
-            start=len(self.calls),
-            first_node=_next_node(),
-            is_fused=not self.turns.in_forward_stage,
+            start=len(self.calls), first_node=_next_node(), is_fused=not self.turns.in_forward_stage
         )
         self._all.append(self.last)
 

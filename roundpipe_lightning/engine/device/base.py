@@ -133,12 +133,7 @@ class Device(ABC):
         """
 
     def copy(
-        self,
-        dst: Tensor,
-        src: Tensor,
-        *,
-        queue: CopyQueue,
-        after: Sequence[Event] = (),
+        self, dst: Tensor, src: Tensor, *, queue: CopyQueue, after: Sequence[Event] = ()
     ) -> Event:
         """Give one copy to a queue, after those before it and after some events; return its end.
 

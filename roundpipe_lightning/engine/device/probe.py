@@ -96,8 +96,7 @@ def available_bytes(device: torch.device) -> int:
     allocated = memory.memory_allocated(device)
     others = total - free - memory.memory_reserved(device)
     most = min(
-        total - (others if others > _LITTLE_BYTES else 0),
-        total * runtime_of(device).fraction(),
+        total - (others if others > _LITTLE_BYTES else 0), total * runtime_of(device).fraction()
     )
     return max(0, int((1 - _LEFT_TO_ALLOCATOR) * (most - allocated)))
 

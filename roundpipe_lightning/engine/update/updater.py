@@ -573,12 +573,7 @@ class Updater:
             self._update_part(unit, UpdateUnit(name=unit.name, parameters=left), step)
 
     def _update_with_hosts(
-        self,
-        hosts: HostsUpdate,
-        units: Sequence[UpdateUnit],
-        joint: JointStep,
-        *,
-        num_early: int,
+        self, hosts: HostsUpdate, units: Sequence[UpdateUnit], joint: JointStep, *, num_early: int
     ) -> None:
         def run(number: int, parameters: Sequence[Tensor]) -> None:
             part = UpdateUnit(name=units[number].name, parameters=tuple(parameters))  # type: ignore[arg-type]

@@ -356,8 +356,7 @@ class LossSweep:
             num_tokens=targets.order.numel(),
             vocabulary=self._weight.shape[0],
             bytes_per_logit=logit_bytes(
-                compute_bytes=self._spec.dtype.itemsize,
-                softcapped=self._spec.softcap is not None,
+                compute_bytes=self._spec.dtype.itemsize, softcapped=self._spec.softcap is not None
             ),
             chunk_bytes=self._spec.chunk_bytes,
         )

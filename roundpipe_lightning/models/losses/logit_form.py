@@ -147,10 +147,7 @@ def _tanh(form: LogitForm) -> LogitForm | None:
 
 
 def _log_softmax(
-    form: LogitForm,
-    dim: int | None = None,
-    _stacklevel: int = 3,
-    dtype: torch.dtype | None = None,
+    form: LogitForm, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> LogitForm | None:
     if dim not in (-1, len(form.shape) - 1) or not form.is_plain:
         return None

@@ -69,10 +69,7 @@ _MOST_TICKS = 12
 
 
 def render_svg(
-    timelines: Mapping[str, Timeline],
-    *,
-    width: int = 1200,
-    notes: Mapping[str, str] | None = None,
+    timelines: Mapping[str, Timeline], *, width: int = 1200, notes: Mapping[str, str] | None = None
 ) -> str:
     """Draw timelines one above the other on one scale of time, one row per worker.
 

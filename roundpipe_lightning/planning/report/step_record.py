@@ -28,12 +28,7 @@ from enum import Enum
 
 from roundpipe_lightning.planning.model.work import Operations
 from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import (
-    Action,
-    ActionKey,
-    Timeline,
-    dependencies,
-)
+from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Timeline, dependencies
 from roundpipe_lightning.planning.schedule.stages import Partition
 
 

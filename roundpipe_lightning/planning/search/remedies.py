@@ -216,7 +216,5 @@ def _narrow(part: BlockWork) -> BlockWork:
 def _mostly_frozen(part: BlockWork) -> BlockWork:
     """One parameter in a hundred is trained, about what adapters have."""
     return replace(
-        part,
-        num_trainable=part.num_trainable // 100,
-        trainable_bytes=part.trainable_bytes // 100,
+        part, num_trainable=part.num_trainable // 100, trainable_bytes=part.trainable_bytes // 100
     )

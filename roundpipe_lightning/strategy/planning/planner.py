@@ -493,13 +493,7 @@ class StepPlanner:
         )
 
     def _longest(
-        self,
-        given: Any,
-        arguments: Sequence[Any],
-        shortage: Shortage,
-        *,
-        count: int,
-        joined: bool,
+        self, given: Any, arguments: Sequence[Any], shortage: Shortage, *, count: int, joined: bool
     ) -> str:
         """Return the longest sequences of such a batch as text; empty where they are not known."""
         length = length_of(given)

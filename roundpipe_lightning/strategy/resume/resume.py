@@ -275,10 +275,7 @@ class LogSnapshot:
         latest = compat.latest_metrics(trainer)
         self._latest = latest if all(result.is_tensor for result in held) else _clone(latest)
         self._results = {
-            key: {
-                **vars(result),
-                "_forward_cache": cache if result.is_tensor else _clone(cache),
-            }
+            key: {**vars(result), "_forward_cache": cache if result.is_tensor else _clone(cache)}
             for key, result in results.items()
             for cache in [result._forward_cache]  # noqa: SLF001
         }

@@ -100,9 +100,7 @@ class OptimizerSync:
         precision.takes_clipping = self._take_clipping
         if self._overlaps:
             self._watch = runtime.watch = ParameterWatch(
-                optimizers,
-                on_access=self._before_access,
-                heeds_others=runtime.divides_parameters,
+                optimizers, on_access=self._before_access, heeds_others=runtime.divides_parameters
             )
             self._watch.watch()
             self._say_what_waits()
