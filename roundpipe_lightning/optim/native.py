@@ -143,7 +143,7 @@ def reason_not_usable() -> str | None:
 @functools.cache
 def checked(form: KernelForm) -> tuple[Callable[..., None], int | None]:
     """Return the function of a form, and the width with which it has the bits of torch, if any."""
-    function = compiled_step(form)
+    function = _blockwise(form) if form.moments is MomentFormat.EIGHT_BITS else _plain(form)
     with torch.device("cpu"):  # whatever the caller's default is
         same = (width for width in _WIDTHS if _has_bits_of_torch(form, function, width))
         return function, next(same, None)
@@ -373,19 +373,14 @@ class KernelForm:
     stochastic: bool
 
 
-def compiled_step(form: KernelForm) -> Callable[..., None]:
-    """Return the function that steps a piece.
+def _plain(form: KernelForm) -> Callable[..., None]:
+    """Return the function that steps a piece whose moments are arrays of numbers.
 
     It takes master `p`, gradient `g`, moments `m` and `v`, copy `c` (may be empty), `factors_of`
     the step, `noise_keys`, and a span: the first element, its place in the moments, how many there
     are, and how many torch steps at a time. Places are unsigned: numba looks for negative ones,
     which LLVM then makes no vectors of, and slices count references.
     """
-    return _blockwise(form) if form.moments is MomentFormat.EIGHT_BITS else _plain(form)
-
-
-def _plain(form: KernelForm) -> Callable[..., None]:
-    """Return the function that steps arrays whose moments are arrays of numbers."""
     read, read_gradient = READERS[form.values], READERS[form.gradient]
     read_moment: Any = _same
     write_moment: Any = _to_float32

@@ -117,7 +117,6 @@ class PipelineRuntime:
     ) -> None:
         self._module = module
         self.hosts = hosts
-        self._tells_of_targets = True
         self._devices = tuple(devices)
         self._precision = precision
         self._options = options

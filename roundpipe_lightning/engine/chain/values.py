@@ -245,9 +245,7 @@ class Value(Reference):
     @property
     def is_held(self) -> bool:
         """Whether the user's code still has the lazy tensor, and could use the values."""
-        if self.in_object:
-            return False
-        return self.has_lazy or self.is_wanted()
+        return not self.in_object and (self.has_lazy or self.is_wanted())
 
     @property
     def is_written(self) -> bool:

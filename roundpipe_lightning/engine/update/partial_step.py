@@ -200,16 +200,12 @@ def _chosen(options: Mapping[str, Any], positions: list[int]) -> dict[str, Any]:
 _NUM_STEPS = 3
 _NUM_PER_KIND = 2  # parameters of the same group, dtype and number of dimensions
 _LONGEST = 3  # of a dimension
+# A learning rate scheduler wraps `step`, and sets `_opt_called`.
 _OF_EVERY_OPTIMIZER = frozenset(
-    (
-        "defaults",
-        "state",
-        "param_groups",
-        "step",  # wrapped by a learning rate scheduler
-        "_opt_called",  # set by one
-        "_zero_grad_profile_name",
-        "_warned_capturable_if_run_uncaptured",
-    )
+    """
+    defaults state param_groups step _opt_called _zero_grad_profile_name
+    _warned_capturable_if_run_uncaptured
+    """.split()
 )
 
 

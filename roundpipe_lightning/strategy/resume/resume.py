@@ -248,18 +248,10 @@ class ResumePoint:
 # Lightning keeps it out of checkpoints, so that an epoch's mean over a resumed run is a mean over
 # its rest, and what watches a metric (a scheduler, early stopping) finds none.
 
-_PLAIN = (
-    "fx",
-    "name",
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "enable_graph",
-    "add_dataloader_idx",
-    "dataloader_idx",
-    "metric_attribute",
-)
+_PLAIN = """
+    fx name prog_bar logger on_step on_epoch enable_graph add_dataloader_idx dataloader_idx
+    metric_attribute
+""".split()
 
 
 class LogSnapshot:

@@ -313,17 +313,10 @@ def describe_code(frame: FrameType) -> str:
     return f"{name}{found.f_code.co_name} ({place})"
 
 
-_HOOKS = (
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-    "on_before_backward",
-    "backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "clip_gradients",
-    "on_exception",
-)
+_HOOKS = """
+    on_before_zero_grad optimizer_zero_grad on_before_backward backward on_after_backward
+    on_before_optimizer_step configure_gradient_clipping clip_gradients on_exception
+""".split()
 """Hooks between the forward pass and the step, and that which comes when it fails."""
 
 _KNOWN = ("lightning.", "roundpipe_lightning.")
