@@ -68,9 +68,6 @@ Share: TypeAlias = Callable[[Any], Sequence[Any]]
 """Returns every host's object, by rank; all hosts call it."""
 
 
-"""Offsets and sizes."""
-
-
 @dataclass
 class _Group:
     """What lies in the same memory, and is written together."""
@@ -294,7 +291,7 @@ def _compact(tensor: Tensor) -> Tensor:
 def boxes(
     shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut elements `start` to `stop` of a flattened tensor into boxes, in their order."""
+    """Cut elements `start` to `stop` of a flattened tensor into boxes: offsets and sizes."""
     if start >= stop:
         return
     if len(shape) <= 1:
