@@ -459,6 +459,7 @@ def test_how_a_step_is_computed_is_part_of_the_plan(ask: Ask) -> None:
     for precision, rate in (("auto", "bfloat16"), ("16-mixed", "float16"), ("32-true", "float32")):
         job = Job(configure(ask.folder, *GPU, f"trainer.precision={precision}"), models=_models)
         assert job.first_job.dtype == rate
+    assert "follows from the parameters alone" in ask.text(*GPU, "trainer.strategy.dry_run=false")
 
 
 def test_what_is_held_can_be_settled(ask: Ask) -> None:

@@ -66,6 +66,11 @@ _EAGER = (
     "model.attention=flex_attention (or another kernel that is installed) takes less of both."
 )
 
+_BLIND = (
+    "trainer.strategy.dry_run=false: this plan is of a step that was run without values. Training "
+    "takes it where it is given, as below; else its plan follows from the parameters alone."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOutput:
@@ -188,6 +193,7 @@ class PlanOutput:
             ),
             *([f"Not counted: {self.not_counted}"] if self.not_counted else []),
             *([_EAGER] if self._is_eager else []),
+            *([] if asked.options.dry_run else [_BLIND]),
         ]
         if self._described is not None:
             lines += ["", *self._described.plan_lines()]
