@@ -669,6 +669,7 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_one_line(tmp_path: Path) ->
         ("partition=saved", "plan='plan.json' does not exist. Runs and roundpipe-plan"),
         ("seed=abc", "seed='abc': give a whole number"),
         ("hardware_file=broken.yaml", "broken.yaml is not YAML: while parsing"),
+        ("callbacks.last_checkpoint.dirpath=mine.yaml/x", "yaml/x cannot be written: Not a"),
         ("callbacks.last_checkpoint.dirpath=foo://bar", "foo://bar/last.ckpt cannot be reached"),
         (
             "experiment=dpo data.text.train_bytes=9",
