@@ -148,17 +148,13 @@ class ModeChoice:
         if is_cut and self._tells:
             self._tell(batch, arguments, count)
         if chosen not in (None, "blocks"):
-            try:
-                cut = self._split(batch, count, chosen, fusion)
-                self._num_cut += is_cut
-                # What the first batch sets, once, is no write: transformers does.
-                is_seldom = self._num_cut > 1 and self._num_cut.bit_count() == 1
-                if is_cut and is_seldom and self._mode == "step":
-                    cut.watched = contents_of(self._module)
-                return cut
-            except BatchError:
-                if self._mode == "step":
-                    raise
+            cut = self._split(batch, count, chosen, fusion)
+            self._num_cut += is_cut
+            # What the first batch sets, once, is no write: transformers does.
+            is_seldom = self._num_cut > 1 and self._num_cut.bit_count() == 1
+            if is_cut and is_seldom and self._mode == "step":
+                cut.watched = contents_of(self._module)
+            return cut
         if self._warns and chosen == "blocks" and count > 1:
             self._warns = False
             rank_zero_warn(

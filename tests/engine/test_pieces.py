@@ -183,6 +183,7 @@ def test_step_equals_one_device(
     ("num_pieces", "num_workers", "team_size"), [(1, 1, 1), (2, 1, 1), (4, 3, 1), (8, 2, 2)]
 )
 @pytest.mark.parametrize("num_rows", [1, 2, ROWS])
+@pytest.mark.filterwarnings("ignore:Block .* is given one row")
 def test_any_number_of_rows_pieces_and_workers(
     num_pieces: int, num_workers: int, team_size: int, num_rows: int
 ) -> None:
@@ -485,6 +486,7 @@ def test_a_batch_of_other_size_is_compared_once_more(limit: int, first: int, the
             compare(module, engine, num_rows=then)
 
 
+@pytest.mark.filterwarnings("ignore:Block .* is given one row")
 def test_a_batch_of_one_row_says_nothing_of_larger_ones() -> None:
     module = OfTwoTokens(make_block=Loudest)
     with engine_for(module, num_workers=2, num_microbatches=4) as engine:

@@ -657,6 +657,72 @@ def test_rows_that_depend_on_each_other_from_a_later_batch_on(change: Any, mode:
     train_alike(Changed, RoundPipeStrategy(num_microbatches=4, microbatching=mode), max_epochs=1)
 
 
+class _Packed(training.Block):
+    """Takes the means over sequences that lie one behind the other."""
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
+        rows = super().forward(x).view(-1, WIDTH)
+        number = (torch.arange(len(rows))[:, None] >= ends).sum(1)
+        same = (number[:, None] == number).to(rows)
+        return (rows - 0.5 * same @ rows / same.sum(1, keepdim=True)).view(x.shape)
+
+
+class Packed(Regressor):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Packed() for _ in range(3))
+        self.shape = shape
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].view(*self.shape, WIDTH)
+        for layer in self.layers:
+            x = layer(x, batch[1])
+        return functional.mse_loss(self.head(x), x[..., :1])
+
+
+@pytest.mark.parametrize("mode", ["auto", "blocks"])
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        ((24,), r"Block 'layers\.0' runs on the whole batch.*trust_rows=True"),
+        ((1, 24), r"Block 'layers\.0' is given one row.*num_microbatches=1"),
+    ],
+)
+def test_packed_sequences_are_one_microbatch(shape: Any, told: str, mode: Any) -> None:
+    (x, _) = next(iter(regression_data(24, batch_size=24)))
+    batches: Any = [(x, torch.tensor([5, 12, 20]))] * 3
+    data: Any = DataLoader(batches, batch_size=None)
+    strategy = RoundPipeStrategy(num_microbatches=4, microbatching=mode)
+    with pytest.warns(UserWarning, match=told) as warned:
+        one, module = train_alike(lambda: Packed(*shape), strategy, data=data, max_epochs=1)
+    assert training.same_bits(module, one)
+    assert sum("Block 'layers" in str(one.message) for one in warned) == 1
+
+
+@pytest.mark.parametrize("mode", ["auto", "blocks"])
+def test_a_block_that_needs_whole_batches_makes_them_one_microbatch(
+    said: list[str], mode: Any
+) -> None:
+    class Normalised(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[1] = nn.Sequential(training.Block(), nn.BatchNorm1d(WIDTH))
+
+    strategy = RoundPipeStrategy(num_microbatches=4, microbatching=mode)
+    with pytest.warns(UserWarning, match=r"'layers\.1' runs on the whole batch.*GroupNorm"):
+        train_alike(Normalised, strategy, max_steps=3)
+    assert strategy.last_step is not None
+    assert strategy.last_step.plan.num_microbatches == 1
+    assert all("block 'layers.1' runs on the whole batch" in text for text in said)
+    assert len(said) == (mode == "auto")
+
+
+def test_the_choice_is_made_where_batches_stay_in_flight(said: list[str]) -> None:
+    strategy = EmulatedStrategy(num_microbatches=2)
+    train_alike(Regressor, strategy, accumulate_grad_batches=2, max_epochs=1)
+    assert "microbatching='step' from the next batch on" in said[0]
+
+
 class _Asking(training.Block):
     """Mixes rows when what it refers to says so."""
 

@@ -87,6 +87,7 @@ class CallForms:
         self.by_calls: dict[FunctionCalls, Sequence[int | None]] = {}
         #: Gives what runs of a block share, to be compared.
         self.contents: Callable[[], Mapping[Any, Any]] = dict
+        self.tells_of_one_row = True
         self.looks = False  # whether calls are compared where the batch is one piece, too
         self._watched: set[type] = set()
         self._divided: dict[type, str] = {}  # classes of blocks that ran on pieces, and the first
@@ -358,6 +359,15 @@ class DriverForward(ForwardPass):
             forms.put(key, form, kind=type(block), name=name, reason="")
             forms.states[key][1].add(sum(sizes))
             return form, sizes, shadows
+        if few and forms.tells_of_one_row and self.board.num_pieces > 1:
+            forms.tells_of_one_row = False
+            warnings.warn(
+                f"Block {name!r} is given one row, so one worker computes it, and others wait. "
+                "Where sequences are packed into one row, make several rows of them; "
+                "num_microbatches=1 says that one is meant.",
+                category=WholeBatchWarning,
+                stacklevel=2,
+            )
         if not few:
             reason = reason or "no dimension of its arguments is the batch's"
             kind = type(block)
