@@ -717,6 +717,25 @@ def test_a_block_that_needs_whole_batches_makes_them_one_microbatch(
     assert len(said) == (mode == "auto")
 
 
+class _Flat(training.Block):
+    """Cannot be run on no rows: a size of -1 would be any."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(len(x), -1))
+
+
+def test_blocks_that_are_given_fewer_rows_than_there_are_pieces() -> None:
+    class OfTwoRows(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(_Flat() for _ in range(3))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step((batch[0][:2], batch[1][:2]), batch_idx)
+
+    train_alike(OfTwoRows, RoundPipeStrategy(num_microbatches=4), max_steps=3)
+
+
 def test_the_choice_is_made_where_batches_stay_in_flight(said: list[str]) -> None:
     strategy = EmulatedStrategy(num_microbatches=2)
     train_alike(Regressor, strategy, accumulate_grad_batches=2, max_epochs=1)
