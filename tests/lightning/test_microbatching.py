@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.strategy import microbatching
 from roundpipe_lightning.testing import EmulatedStrategy
 from tests.kit import training
+from tests.kit.moments import ObservedBlock
 from tests.kit.training import (
     WIDTH,
     ByHand,
@@ -737,9 +739,24 @@ def test_blocks_that_are_given_fewer_rows_than_there_are_pieces() -> None:
 
 
 def test_the_choice_is_made_where_batches_stay_in_flight(said: list[str]) -> None:
+    """The first of a form is waited for: what its blocks have done is not known before."""
+
+    class Slow(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[0] = first = ObservedBlock()
+            first.on_backward = lambda: time.sleep(0.05)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            pair = tuple(batch.values()) if isinstance(batch, dict) else batch
+            return super().training_step(pair, batch_idx)
+
+    batches: Any = [*regression_data()]
+    batches[2] = dict(enumerate(batches[2]))
+    data: Any = DataLoader(batches, batch_size=None)
     strategy = EmulatedStrategy(num_microbatches=2)
-    train_alike(Regressor, strategy, accumulate_grad_batches=2, max_epochs=1)
-    assert "microbatching='step' from the next batch on" in said[0]
+    train_alike(Slow, strategy, data=data, accumulate_grad_batches=4, max_epochs=1)
+    assert len(said) == 2
 
 
 class _Asking(training.Block):
