@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cached_property, partial
 from pathlib import Path
@@ -717,6 +718,33 @@ def test_a_block_that_needs_whole_batches_makes_them_one_microbatch(
     assert strategy.last_step.plan.num_microbatches == 1
     assert all("block 'layers.1' runs on the whole batch" in text for text in said)
     assert len(said) == (mode == "auto")
+
+
+class _Steered(training.Block):
+    """Would scale rows by a number that is taken of all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return 2 * x if float(x.detach().mean()) > 1e6 else x
+
+
+class _Mixing(_Centring):
+    is_on = True
+
+
+@pytest.mark.parametrize("kind", [_Steered, _Mixing])
+@pytest.mark.parametrize("trusts", [True, False])
+def test_trusted_rows_are_divided(kind: type[nn.Module], *, trusts: bool) -> None:
+    module = Regressor()
+    module.layers[1] = kind()
+    strategy = RoundPipeStrategy(
+        num_microbatches=4, microbatching="blocks", trust_rows=trusts, recompute="full"
+    )
+    trainer = make_trainer(strategy=strategy, max_steps=2)
+    with nullcontext() if trusts else pytest.warns(UserWarning, match="trust_rows=True"):
+        trainer.fit(module, regression_data())
+    assert strategy.last_step is not None
+    assert strategy.last_step.plan.num_microbatches == (4 if trusts else 1)
 
 
 class _Flat(training.Block):
