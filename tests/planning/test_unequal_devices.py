@@ -9,7 +9,7 @@ from roundpipe_lightning.planning.model.hardware import RESERVED_BYTES, Hardware
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
 from roundpipe_lightning.planning.schedule.plan import Plan
 from roundpipe_lightning.planning.schedule.schedule import Timeline
-from roundpipe_lightning.planning.search.fit import TrainingJob
+from roundpipe_lightning.planning.search.fit import TrainingJob, fit_training
 from roundpipe_lightning.planning.search.planner import PlannedTraining, plan_training
 from roundpipe_lightning.planning.search.request import PartitionHints, PlanningRequest
 from roundpipe_lightning.testing import EmulatedStrategy
@@ -69,6 +69,18 @@ def test_speeds_are_those_of_the_devices_rates() -> None:
     assert job().speeds == ()
 
 
+def test_weights_take_the_links_of_the_device_they_go_to() -> None:
+    def seconds(rate: float) -> float:
+        slow = replace(load_hardware("rtx4090x1"), upload_bytes_per_second=rate)
+        spec = replace(load_hardware("rtx4090x2"), unequal=(load_hardware("rtx4090x1"), slow))
+        hints = PartitionHints(team_size=2, round_size=2, resident=0)
+        found = fit_training(job(hardware=spec, num_microbatches=2, hints=hints)).planned
+        assert found is not None
+        return found.timeline.makespan_seconds
+
+    assert seconds(1e9) > 1.3 * seconds(25e9)
+
+
 def with_memory(*sizes: int) -> HardwareSpec:
     spec = machine(len(sizes))
     ones = tuple(replace(spec, num_devices=1, device_bytes=RESERVED_BYTES + s) for s in sizes)
@@ -96,6 +108,18 @@ def test_a_stage_may_be_as_large_as_its_own_device_allows() -> None:
     most = largest((800, 250), (1.0, 0.3))
     assert most[0] > 2
     assert most[1] <= 2
+
+
+def test_what_stays_has_room_on_its_own_device() -> None:
+    one = replace(load_hardware("rtx4090x1"), reserved_bytes=1)
+    kinds = tuple(replace(one, device_bytes=mib * 2**20) for mib in (4000, 600))
+    spec = replace(load_hardware("rtx4090x2"), unequal=kinds, device_bytes=600 * 2**20)
+    hints = PartitionHints(team_size=1)
+    asked = job(num_blocks=12, num_microbatches=4, hardware=spec, hints=hints)
+    answer = fit_training(asked)
+    assert answer.fits
+    assert answer.planned is not None
+    assert len(answer.planned.plan.resident[0]) > 5 > len(answer.planned.plan.resident[1])
 
 
 def test_a_mixed_machine_trains(tmp_path: Path) -> None:
