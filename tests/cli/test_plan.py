@@ -325,6 +325,7 @@ def test_the_longest_sequence(ask: Ask) -> None:
     found = ask.json(*TIGHT, "longest=true")
     longest = found["longest_seq_len"]
     assert found["job"]["seq_len"] == longest
+    assert f"train.py data.seq_len={longest} " in ask.text(*TIGHT, "longest=true")
     assert longest > 0
     wider = "model.architecture.max_position_embeddings=100000"
     assert ask.json(*TIGHT, wider, f"data.seq_len={longest}")["fits"]
@@ -356,7 +357,7 @@ def test_more_hosts_have_less_in_memory_and_wait_for_the_network(ask: Ask) -> No
     assert small["host_bytes"] == pytest.approx(four["host_bytes"])
     page = ask.text(*given, "nodes=2")
     assert f"tokens per step and host on: {two['hidden_tokens']:,.0f}" in page
-    assert "torchrun --nnodes=2" in page
+    assert re.search(r"torchrun --nnodes=2 .* train\.py nodes=2 ", page)
     quick = ask.json(*given[:-1], "network=100GbE", "nodes=2")["nodes"][0]
     assert quick["network_seconds"] == pytest.approx(two["network_seconds"] / 100)
     clipped = ask.json(*GPU, "network=1GbE", "nodes=2")["nodes"][0]
