@@ -203,6 +203,30 @@ def test_gradients_with_dropout_have_the_same_mean_and_spread() -> None:
         assert 0.7 < spread.sum() / spreads[0].sum() < 1.4  # every row has dropped its own
 
 
+class _Drops(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, 0.5, self.training)
+
+
+@pytest.mark.parametrize("mode", ["blocks", "step"])
+def test_every_block_drops_its_own(mode: Any) -> None:
+    class Dropping(Regressor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(_Drops() for _ in range(3))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x = torch.ones_like(batch[0])
+            for layer in self.layers:
+                x = layer(x)
+            self.log("kept", (x != 0).float().mean(), on_step=False, on_epoch=True)
+            return functional.mse_loss(self.head(x), batch[1])
+
+    strategy = RoundPipeStrategy(num_microbatches=2, microbatching=mode)
+    trainer = fit(strategy, Dropping(), regression_data(64), max_epochs=1)
+    assert 0.05 < trainer.callback_metrics["kept"] < 0.2  # an eighth of 512
+
+
 # On emulated devices ------------------------------------------------------------------------------
 
 
