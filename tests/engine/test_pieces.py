@@ -298,6 +298,8 @@ BUFFERS = "buffers.*GroupNorm"
         (lambda: KeepsMean(None), "other rows"),
         (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Capacity()), "other rows"),
         (lambda: Branches(one_is_large), "other rows"),
+        (lambda: Branches(lambda x: x.sum() > 200), "other rows"),
+        (lambda: Branches(lambda x: x.sum() < -200), "other rows"),
         (lambda: Branches(mean_of_signs_is_large), "takes a number"),
         (lambda: Branches(lambda x: len(x) > ROWS - 2), "other rows"),
         (Counted, "how often it is used"),

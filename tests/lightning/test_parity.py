@@ -165,6 +165,15 @@ def test_a_program_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert (run.verdict, run.differences, run.message) == ("same", (), "")
 
 
+def test_a_program_that_differs_is_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    programs: Any = importlib.import_module("programs")
+    (run,) = programs.judge("clip", {"recompute": "full", "microbatching": "step"}, counts=[4])
+    assert run.verdict == "silent"
+    assert any(text.startswith("update ") for text in run.differences)
+    assert not all(text.startswith("update ") for text in run.differences)
+
+
 class Repeated(Regressor):
     """The same batch again and again, with dropout, and the gradients of each step."""
 
