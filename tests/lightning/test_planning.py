@@ -89,6 +89,9 @@ def test_the_step_is_tried_without_values_and_leaves_nothing_behind(
     profile = strategy.profile
     assert profile is not None
     assert profile.blocks[0].boundary_bytes == 2 * WIDTH * 4  # two samples of a microbatch
+    whole = fit(tmp_path, Counting(), num_microbatches=1).profile
+    assert whole is not None
+    assert profile.tail.working_bytes == whole.tail.working_bytes > 0  # not a part
 
 
 def test_the_step_is_tried_where_anomalies_are_looked_for(
