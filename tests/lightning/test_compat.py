@@ -1,8 +1,11 @@
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Timer
@@ -166,3 +169,33 @@ def test_no_other_file_uses_them() -> None:
                 if not (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
                     found.append(f"{path}:{node.lineno}: {node.attr}")
     assert found == []
+
+
+_FETCHING = """
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from roundpipe_lightning import RoundPipeStrategy
+
+class Fetching(BoringModel):
+    fetched = []
+
+    def training_step(self, dataloader_iter):
+        self.fetched.append(next(dataloader_iter))
+
+strategy = RoundPipeStrategy()
+Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, barebones=True).fit(Fetching(), [0, 1])
+print([batch for batch, *_ in Fetching.fetched])
+"""
+
+
+def test_a_checkout_of_lightning_is_not_the_users_code(tmp_path: Path) -> None:
+    # Its fetcher was put back after planning, without the batches that it had read by then.
+    (tmp_path / "lightning").symlink_to(Path(str(lightning.__file__)).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{_FETCHING}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[0, 1]"

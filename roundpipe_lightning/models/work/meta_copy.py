@@ -31,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,8 @@ _ENTRANCES = ("training_step", "forward")
 _INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     str(Path(__file__).parents[2]),
-    str(Path(torch.__file__).parent),  # built from its source, it may be anywhere
+    # used from their source, they may be anywhere
+    *(str(Path(str(package.__file__)).parent) for package in (lightning, torch)),
 )
 """Folders whose code is not the user's."""
 _LIBRARIES = frozenset({"torch", "lightning", "lightning_fabric", "lightning_utilities"})
