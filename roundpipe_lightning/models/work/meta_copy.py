@@ -28,10 +28,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import lightning
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ _INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     str(Path(__file__).parents[2]),
     # used from their source, they may be anywhere
-    *(str(Path(str(package.__file__)).parent) for package in (lightning, torch)),
+    *(str(Path(str(one.origin)).parent) for one in map(find_spec, ("lightning", "torch")) if one),
 )
 """Folders whose code is not the user's."""
 _LIBRARIES = frozenset({"torch", "lightning", "lightning_fabric", "lightning_utilities"})
