@@ -152,7 +152,7 @@ def test_what_cannot_be_talked_to_is_explained(
     assert main([str(tmp_path / "adapter")]) == 2
     assert "names no base" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing")]) == 2
-    assert "cannot be loaded" in capsys.readouterr().err
+    assert "nor a folder here" in capsys.readouterr().err
     for words, said in {
         "--max-new-tokens=0": "--max-new-tokens=0 must be 1 or more",
         "--temperature=nan": "--temperature=nan must be 0 or more",

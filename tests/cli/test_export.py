@@ -198,7 +198,7 @@ def test_the_checkpoint_of_another_model(run: Path) -> None:
         (["ckpt_path={good}", "dtype=int8"], ConfigurationError, r"dtype='int8'"),
         (["ckpt_path={good}", "max_shard_bytes=5GB"], ConfigurationError, r"=5GB must be a number"),
         (["ckpt_path={good}", "tokenizer={run}"], ModelSourceError, r"none of the files of a tok"),
-        (["ckpt_path={good}", "tokenizer=/no"], ModelSourceError, r"^tokenizer='/no' cannot be l"),
+        (["ckpt_path={good}", "tokenizer=/no"], ModelSourceError, r"^tokenizer='/no' is neither"),
         (["ckpt_path={good}", "merge=maybe"], ConfigurationError, r"merge='maybe': set true or"),
         (
             ["ckpt_path={good}", "output_dir={run}"],

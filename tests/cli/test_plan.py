@@ -325,7 +325,7 @@ def test_the_longest_sequence(ask: Ask) -> None:
     found = ask.json(*TIGHT, "longest=true")
     longest = found["longest_seq_len"]
     assert found["job"]["seq_len"] == longest
-    assert f"train.py data.seq_len={longest} " in ask.text(*TIGHT, "longest=true")
+    assert f" data.seq_len={longest} partition=saved" in ask.text(*TIGHT, "longest=true")
     assert longest > 0
     wider = "model.architecture.max_position_embeddings=100000"
     assert ask.json(*TIGHT, wider, f"data.seq_len={longest}")["fits"]
