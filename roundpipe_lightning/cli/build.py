@@ -4,6 +4,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -16,12 +17,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_lightning.checkpoint.folder import is_checkpoint_folder
-from roundpipe_lightning.cli.callbacks import (
-    GracefulInterrupt,
-    LastCheckpoint,
-    RunStatistics,
-    useful_callbacks,
-)
+from roundpipe_lightning.cli.callbacks import GracefulInterrupt, RunStatistics, useful_callbacks
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.objects import build, build_each, whole
 from roundpipe_lightning.cli.plan.answer import check_memory
@@ -83,14 +79,7 @@ def build_run(config: DictConfig) -> Run:
     check_devices(job)
     job.source.check_weights()
     data: LightningDataModule = build(job.config.data)
-    vocabulary = job.source.load_config().get_text_config().vocab_size
-    num_tokens = getattr(data, "num_tokens", None)
-    if num_tokens is not None and vocabulary < num_tokens:
-        raise ConfigurationError(
-            f"The model's vocabulary of {vocabulary} tokens is smaller than the "
-            f"{num_tokens} tokens of the data. Set model.architecture.vocab_size to at least "
-            f"{num_tokens}."
-        )
+    check_tokens(job, data)
     check_memory(job)
     job = job.with_microbatches()
     config, module = job.config, job.new_module()
@@ -102,9 +91,7 @@ def build_run(config: DictConfig) -> Run:
     loggers: list[Logger] = build_each("logger", config.logger)
     callbacks = build_each("callbacks", config.callbacks)
     callbacks = useful_callbacks(callbacks, config.trainer, logs=bool(loggers))
-    for callback in callbacks:
-        if isinstance(callback, LastCheckpoint):
-            exists(callback.path)  # that its place can be reached
+    check_folders(config)
     settings, strategy = config.trainer.copy(), job.new_strategy()
     extra: dict[str, Any] = {}
     if strategy is not None:
@@ -257,6 +244,38 @@ def check_batches(module: LightningModule, data: LightningDataModule) -> None:
                 f"{type(module).__name__} does not learn from a {type(data).__name__}: "
                 f"module={name} and data={name} go together."
             )
+
+
+def check_tokens(job: Job, data: LightningDataModule) -> None:
+    """Refuse a model that has no number for some of the data's tokens."""
+    vocabulary = job.source.load_config().get_text_config().vocab_size
+    num_tokens = getattr(data, "num_tokens", None)
+    if num_tokens is not None and vocabulary < num_tokens:
+        raise ConfigurationError(
+            f"The model's vocabulary of {vocabulary} tokens is smaller than the "
+            f"{num_tokens} tokens of the data. Set model.architecture.vocab_size to at least "
+            f"{num_tokens}."
+        )
+
+
+def check_folders(config: DictConfig) -> None:
+    """Refuse folders of callbacks that cannot be written; the run's own is made later."""
+    for name, options in config.callbacks.items():
+        folder = (options or {}).get("dirpath")
+        if folder is None or Path(folder).is_relative_to(config.paths.output_dir):
+            continue
+        if "://" in folder:
+            exists(folder)  # that it can be reached
+            continue
+        path = Path(folder)
+        try:
+            with TemporaryFile(dir=next(p for p in (path, *path.parents) if p.exists())):
+                pass
+        except OSError as error:
+            raise ConfigurationError(
+                f"callbacks.{name!s}.dirpath={folder} cannot be written: "
+                f"{error.strerror or error}. Name another folder."
+            ) from error
 
 
 _NUMBERS = ("WORLD_SIZE", "SLURM_NTASKS")

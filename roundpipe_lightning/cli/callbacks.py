@@ -11,7 +11,6 @@ import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from tempfile import TemporaryFile
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -26,7 +25,6 @@ from typing_extensions import Self, override
 from roundpipe_lightning.callbacks.pictures import PipelineTimeline, PlanReport
 from roundpipe_lightning.cli.job import is_roundpipe
 from roundpipe_lightning.cli.objects import whole
-from roundpipe_lightning.errors import CheckpointError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.strategy.compat import stop_after_batch
 
@@ -202,23 +200,9 @@ class LastCheckpoint(Checkpoint):
 
     def __init__(self, dirpath: str, *, every_n_steps: int) -> None:
         super().__init__()
-        self._folder, self.path = dirpath, f"{dirpath}/last.ckpt"
+        self.path = f"{dirpath}/last.ckpt"
         self.every_n_steps = whole("callbacks.last_checkpoint.every_n_steps", every_n_steps)
         self._saved_step = self._num_started = 0
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a folder that cannot be written before anything is trained; CheckpointError."""
-        if stage == "fit" and trainer.is_global_zero and "://" not in self._folder:
-            try:
-                Path(self._folder).mkdir(parents=True, exist_ok=True)
-                with TemporaryFile(dir=self._folder):
-                    pass
-            except OSError as error:
-                raise CheckpointError(
-                    f"callbacks.last_checkpoint.dirpath={self._folder} cannot be written: "
-                    f"{error.strerror or error}. Name another folder."
-                ) from error
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -670,7 +670,9 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_one_line(tmp_path: Path) ->
         ("seed=abc", "seed='abc': give a whole number"),
         ("hardware_file=broken.yaml", "broken.yaml is not YAML: while parsing"),
         ("callbacks.last_checkpoint.dirpath=mine.yaml/x", "yaml/x cannot be written: Not a"),
-        ("callbacks.last_checkpoint.dirpath=foo://bar", "foo://bar/last.ckpt cannot be reached"),
+        ("callbacks.run_report.dirpath=mine.yaml/x", "run_report.dirpath=mine.yaml/x cannot be"),
+        ("callbacks.timeline.dirpath=mine.yaml/x", "timeline.dirpath=mine.yaml/x cannot be"),
+        ("callbacks.last_checkpoint.dirpath=foo://bar", "foo://bar cannot be reached"),
         (
             "experiment=dpo data.text.train_bytes=9",
             "There is no setting data.text.train_bytes. --cfg",
