@@ -184,14 +184,7 @@ def case_of(model: PublishedModel, timings: PublishedTimings, **choices: Any) ->
         speeds=plan.speeds,
     )
     simulated = simulate(
-        plan.schedule,
-        partition=plan.partition,
-        costs=costs,
-        profile=profile,
-        hardware=hardware,
-        weight_slots=plan.weight_slots,
-        resident=plan.resident,
-        recompute=plan.recompute,
+        plan.schedule, layout=plan, costs=costs, profile=profile, hardware=hardware
     )
     return Case(profile=profile, plan=plan, simulated=simulated, hardware=hardware)
 

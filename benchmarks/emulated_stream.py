@@ -58,7 +58,7 @@ def simulated(case: Case, *, num_batches: int, goes_round: bool, hop_seconds: fl
             row += [replace(action, microbatch=first + action.microbatch) for action in actions]
     return simulate(
         Schedule(workers=tuple(map(tuple, rows))),
-        partition=plan.partition,
+        layout=plan,
         costs=stage_costs(
             case.profile,
             partition=plan.partition,
@@ -67,9 +67,6 @@ def simulated(case: Case, *, num_batches: int, goes_round: bool, hop_seconds: fl
         ),
         profile=case.profile,
         hardware=case.hardware,
-        weight_slots=plan.weight_slots,
-        resident=plan.resident,
-        recompute=plan.recompute,
     )
 
 

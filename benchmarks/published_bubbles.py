@@ -78,9 +78,10 @@ def _replay_roundpipe(model: PublishedModel, timings: PublishedTimings) -> float
     partition = Partition(forward=forward, backward=backward)
     count, workers = timings.num_microbatches, timings.num_devices
     config = PipelineConfig(num_microbatches=count, round_size=min(workers, count))
-    schedule = schedule_of(config.with_stages(partition), num_workers=workers)
+    layout = config.with_stages(partition)
     costs = stage_costs(model.profile, partition=partition, hop_seconds=model.hop_seconds)
-    return simulate(schedule, partition=partition, costs=costs).makespan_seconds
+    schedule = schedule_of(layout, num_workers=workers)
+    return simulate(schedule, layout=layout, costs=costs).makespan_seconds
 
 
 def _replay_bound(
@@ -112,7 +113,9 @@ def _replay_bound(
     )
     partition = bound_partition([max(count, 1) for count in counts])
     schedule = _bound_schedule(name, num_stages=len(counts), timings=timings)
-    return simulate(schedule, partition=partition, costs=costs).makespan_seconds
+    count = timings.num_microbatches
+    layout = PipelineConfig(num_microbatches=count, round_size=count).with_stages(partition)
+    return simulate(schedule, layout=layout, costs=costs).makespan_seconds
 
 
 def _bound_schedule(name: str, *, num_stages: int, timings: PublishedTimings) -> Schedule:

@@ -97,12 +97,12 @@ class PipelineTimeline(Listening):
         timelines = list(self.measured.values())
         if self._plan is None or not timelines:
             return None
-        partition = self._plan.partition
+        stages = self._plan.partition.stages()
         costs = StageCosts(
-            stages=tuple(_measured_cost(stage, timelines) for stage in partition.stages()),
+            stages=tuple(_measured_cost(stage, timelines) for stage in stages),
             recompute_start=RecomputeStart.WITH_GRADIENT,
         )
-        return simulate(self._plan.schedule, partition=partition, costs=costs)
+        return simulate(self._plan.schedule, layout=self._plan, costs=costs)
 
     @property
     def predicted_bubble_fraction(self) -> float | None:
@@ -162,7 +162,7 @@ class PipelineTimeline(Listening):
         assert self._plan is not None
         notes = {}
         for name, timeline in drawn.items():
-            parts = idle_seconds(timeline, partition=self._plan.partition)
+            parts = idle_seconds(timeline, layout=self._plan)
             available = timeline.num_workers * timeline.makespan_seconds
             shares = {cause.value: seconds / available for cause, seconds in parts.items()}
             texts = (f"{cause} {share:.1%}" for cause, share in shares.items() if share > 5e-4)

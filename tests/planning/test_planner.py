@@ -424,7 +424,7 @@ def test_no_even_partition_is_better_with_any_team_or_round(
                 continue
             step = simulate(
                 schedule_of(way.with_stages(even), num_workers=devices),
-                partition=even,
+                layout=way.with_stages(even),
                 costs=stage_costs(
                     profile,
                     partition=even,
@@ -433,7 +433,6 @@ def test_no_even_partition_is_better_with_any_team_or_round(
                 ),
                 profile=profile,
                 hardware=hardware,
-                weight_slots=way.weight_slots,
             )
             # With the first upload, which a makespan does not count and a bound on the step does.
             assert planned.timeline.makespan_seconds <= step.end_seconds * (1 + 1e-9)

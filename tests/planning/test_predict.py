@@ -214,6 +214,7 @@ def test_storage_says_what_a_step_moves() -> None:
 
 
 PARTITION = Partition(forward=(1,), backward=(0, 1))
+ONE = PipelineLayout(partition=PARTITION, num_microbatches=1, round_size=1)
 SCHEDULE = Schedule.from_text("worker 0: F0.0 B1.0\nworker 1: X0.0\n")
 COSTS = StageCosts(
     stages=(
@@ -232,7 +233,7 @@ def rows(timeline: Timeline) -> list[tuple[str, float, float, float]]:
 
 
 def test_an_early_recompute_waits_inside_its_action() -> None:
-    timeline = simulate(SCHEDULE, partition=PARTITION, costs=COSTS)
+    timeline = simulate(SCHEDULE, layout=ONE, costs=COSTS)
     assert rows(timeline) == [
         ("F0.0@0", 0.0, 1.0, 0.0),
         ("X0.0@1", 1.5, 4.5, 0.0),
@@ -245,7 +246,7 @@ def test_an_early_recompute_waits_inside_its_action() -> None:
 
 def test_a_recompute_with_its_gradient_begins_late() -> None:
     costs = replace(COSTS, recompute_start=RecomputeStart.WITH_GRADIENT)
-    timeline = simulate(SCHEDULE, partition=PARTITION, costs=costs)
+    timeline = simulate(SCHEDULE, layout=ONE, costs=costs)
     assert rows(timeline)[-1] == ("B1.0@0", 5.0, 8.0, 0.0)
 
 
@@ -278,7 +279,7 @@ def test_a_default_plan_is_valid_and_its_simulation_consistent(
         recompute_start=recompute_start,
     )
     costs = stage_costs(profile, partition=plan.partition, recompute_start=recompute_start)
-    timeline = simulate(plan.schedule, partition=plan.partition, costs=costs)
+    timeline = simulate(plan.schedule, layout=plan, costs=costs)
     assert len(timeline.entries) == plan.partition.num_stages * microbatches
     assert timeline.busy_seconds == pytest.approx(
         microbatches * sum(cost.seconds for cost in costs.stages)
@@ -333,7 +334,7 @@ def plan_of(partition: Partition, *, num_workers: int = 2) -> Plan:
 def step(partition: Partition, truth: ModelProfile = TRUTH, *, slow: float = 1.0) -> Timeline:
     plan = plan_of(partition)
     costs = stage_costs(truth, partition=partition, recompute_start=RecomputeStart.WITH_GRADIENT)
-    timeline = simulate(plan.schedule, partition=partition, costs=costs)
+    timeline = simulate(plan.schedule, layout=plan, costs=costs)
     return Timeline(
         num_workers=timeline.num_workers,
         entries=tuple(

@@ -22,6 +22,7 @@ from roundpipe_lightning.planning.schedule.schedule import (
 from roundpipe_lightning.planning.schedule.stages import Partition, StageKind
 
 PARTITION = Partition(forward=(1,), backward=(1, 1))
+LAYOUT = PipelineConfig(num_microbatches=2, round_size=2).with_stages(PARTITION)
 
 
 def entry(text: str, start: float, end: float, waiting: float = 0.0) -> TimelineEntry:
@@ -46,7 +47,7 @@ TIMELINE = Timeline(
 
 
 def test_a_timeline_made_by_hand() -> None:
-    parts = idle_seconds(TIMELINE, partition=PARTITION)
+    parts = idle_seconds(TIMELINE, layout=LAYOUT)
     assert parts == {
         IdleCause.FILL: 1.5,  # worker 1 before 11.5
         IdleCause.DRAIN: 5.0,  # worker 1 after 17
@@ -62,7 +63,7 @@ def test_a_timeline_made_by_hand() -> None:
 def test_other_stages_are_refused() -> None:
     timeline = Timeline(num_workers=1, entries=(entry("F0.0@0", 0, 1), entry("F7.0@0", 1, 4)))
     with pytest.raises(PlanError, match="There is no stage F7 in forward 1"):
-        idle_seconds(timeline, partition=PARTITION)
+        idle_seconds(timeline, layout=LAYOUT)
 
 
 @given(
@@ -81,13 +82,12 @@ def test_parts_add_up(
     hop_seconds: float,
     joined: bool,
 ) -> None:
-    pieces = num_microbatches if joined else 0
-    partition = Partition(forward=(2, 1), backward=(1, 2, 1), joined=pieces)
-    config = PipelineConfig(num_microbatches=num_microbatches, round_size=num_microbatches)
-    schedule = schedule_of(config.with_stages(partition), num_workers=num_workers)
+    layout = PipelineConfig(
+        num_microbatches=num_microbatches, round_size=num_microbatches, joined=joined
+    ).with_stages(Partition(forward=(2, 1), backward=(1, 2, 1)))
     timeline = simulate(
-        schedule,
-        partition=partition,
+        schedule_of(layout, num_workers=num_workers),
+        layout=layout,
         costs=StageCosts(
             stages=(
                 *(ActionCost(compute_seconds=c) for c in costs[:2]),
@@ -97,7 +97,7 @@ def test_parts_add_up(
             recompute_start=start,
         ),
     )
-    parts = idle_seconds(timeline, partition=partition)
+    parts = idle_seconds(timeline, layout=layout)
     idle = num_workers * timeline.makespan_seconds - timeline.busy_seconds
     assert sum(parts.values()) == pytest.approx(idle, abs=1e-9)
     assert min(parts.values()) >= -1e-9

@@ -36,39 +36,71 @@ def test_stages_run_forward_then_fused_then_backward() -> None:
     assert partition.num_blocks == 8
 
 
+def test_plain_stages_run_forward_then_backward() -> None:
+    partition = Partition(forward=(3, 3, 2), backward=(3, 3, 2), plain=True)
+    stages = "F0[0:3] F1[3:6] F2[6:8] B0[5:8] B1[2:5] B2[0:2]"
+    assert " ".join(map(str, partition.stages())) == stages
+    assert [str(stage) for stage in partition.stages() if stage.has_tail] == ["F2[6:8]", "B0[5:8]"]
+    assert (partition.num_forward, partition.num_backward, partition.num_blocks) == (3, 3, 8)
+    kept = [partition.num_readers(stage) for stage in partition.stages()]
+    assert kept == [2, 1, 0, 0, 0, 0]  # F0 has the inputs of blocks 0 and 2, F1 that of block 5
+
+
 def test_a_model_without_blocks_has_only_the_tail() -> None:
     partition = Partition(forward=(), backward=(0,))
     assert [str(stage) for stage in partition.stages()] == ["X0[0:0]"]
+    plain = Partition(forward=(0,), backward=(0,), plain=True)
+    assert [str(stage) for stage in plain.stages()] == ["F0[0:0]", "B0[0:0]"]
+
+
+def test_the_tail_may_be_a_stage_of_its_own() -> None:
+    partition = Partition(forward=(2, 2, 0), backward=(0, 3, 1), plain=True)
+    assert (
+        " ".join(map(str, partition.stages())) == "F0[0:2] F1[2:4] F2[4:4] B0[4:4] B1[1:4] B2[0:1]"
+    )
+    assert str(partition.producer(4)) == "F1[2:4]"
 
 
 @pytest.mark.parametrize(
-    ("forward", "backward", "message"),
+    ("forward", "backward", "plain", "message"),
     [
-        ((), (), "no fused stage"),
-        ((2,), (-1, 3), "0 or more"),
-        ((2, 0), (0, 2), "at least one block"),
-        ((2,), (0, 2, 0), "at least one block"),
-        ((3,), (0, 2), "must be"),
+        ((), (), False, "backward=.. has no stage with the tail"),
+        ((), (2,), True, "forward=.. has no stage with the tail"),
+        ((2,), (-1, 3), False, "0 or more"),
+        ((2, 0), (0, 2), False, "at least one block"),
+        ((0, 2), (0, 2), True, "at least one block"),
+        ((2,), (0, 2, 0), False, "at least one block"),
+        ((3,), (0, 2), False, "the fused stage 0, but .* covers 2: .* must be 2"),
+        ((3,), (0, 2), True, "runs 3 blocks, but .* covers 2: .* must be 2"),
     ],
 )
 def test_a_malformed_partition_is_refused(
-    forward: tuple[int, ...], backward: tuple[int, ...], message: str
+    forward: tuple[int, ...], backward: tuple[int, ...], plain: bool, message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
-        Partition(forward=forward, backward=backward)
+        Partition(forward=forward, backward=backward, plain=plain)
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 3), st.integers(1, 4))
-def test_text_round_trips(forward: list[int], fused: int, size: int) -> None:
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_text_round_trips(forward: list[int], last: int, size: int, plain: bool) -> None:
     total = sum(forward)
     sizes = [size] * (total // size) + ([total % size] if total % size else [])
-    partition = Partition(forward=tuple(forward), backward=(fused, *sizes))
+    if plain:
+        forward.append(last)
+    partition = Partition(forward=tuple(forward), backward=(last, *sizes), plain=plain)
     assert Partition.parse(str(partition)) == partition
     blocks = [stage.blocks for stage in partition.stages() if stage.kind is not StageKind.FORWARD]
     assert sorted(block for r in blocks for block in r) == list(range(partition.num_blocks))
 
 
-@pytest.mark.parametrize("text", ["", "forward 1", "forward x | backward 0 1", "3 3 | 2 3 3"])
+@pytest.mark.parametrize(
+    "text", ["", "plain", "forward 1", "forward x | backward 0 1", "3 3 | 2 3 3"]
+)
 def test_text_that_is_no_partition_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="not a partition"):
         Partition.parse(text)
@@ -107,6 +139,43 @@ def test_stages_are_laid_round_the_workers(shape: tuple[int, int, int, int]) -> 
     assert Schedule.from_text(GOLDEN[shape]) == schedule
 
 
+PLAIN = Partition(forward=(2, 3), backward=(1, 2, 2), plain=True)
+
+GOLDEN_PLAIN = {
+    (2, 4, 2, 1): """\
+worker 0: F0.0 F0.1 B0.0 B0.1 B2.0 B2.1 F1.2 F1.3 B1.2 B1.3
+worker 1: F1.0 F1.1 B1.0 B1.1 F0.2 F0.3 B0.2 B0.3 B2.2 B2.3
+""",
+    (3, 2, 2, 1): """\
+worker 0: F0.0 F0.1 B1.0 B1.1
+worker 1: F1.0 F1.1 B2.0 B2.1
+worker 2: B0.0 B0.1
+""",
+    (4, 4, 4, 2): """\
+worker 0: F0.0 F0.2 B0.0 B0.2 B2.0 B2.2
+worker 1: F0.1 F0.3 B0.1 B0.3 B2.1 B2.3
+worker 2: F1.0 F1.2 B1.0 B1.2
+worker 3: F1.1 F1.3 B1.1 B1.3
+""",
+}
+
+
+@pytest.mark.parametrize("shape", GOLDEN_PLAIN)
+def test_stages_of_a_plain_step_are_laid_round_the_workers(
+    shape: tuple[int, int, int, int],
+) -> None:
+    num_workers, num_microbatches, round_size, team_size = shape
+    plan = round_robin_plan(
+        PLAIN,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        round_size=round_size,
+        team_size=team_size,
+    )
+    assert plan.schedule.to_text() == GOLDEN_PLAIN[shape]
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 def test_a_row_out_of_order_is_refused() -> None:
     with pytest.raises(PlanError, match="Expected a line 'worker 0"):
         Schedule.from_text("worker 1: F0.0")
@@ -127,6 +196,26 @@ def test_dependencies_of_every_kind() -> None:
     assert waits("B1.3", joined=2) == waits("B1.3")
     only_fused = Partition(forward=(), backward=(3,))
     assert dependencies(ActionKey(StageKind.FUSED, 0, 1), only_fused) == ()
+
+
+def test_dependencies_of_a_plain_step() -> None:
+    def waits(text: str) -> list[str]:
+        key = Action.parse(text, worker=0).key
+        return [str(each) for each in dependencies(key, PLAIN, round_size=2)]
+
+    assert waits("F0.3") == []
+    assert waits("F1.3") == ["F0.3"]
+    assert waits("B0.3") == ["F1.3", "F1.2", "F1.3"]  # its boundary, and the losses of the batch
+    assert waits("B1.3") == ["F0.3", "B0.3"]
+    assert waits("B2.3") == ["F0.3", "B1.3"]
+
+
+def test_a_microbatch_that_goes_back_before_all_have_gone_forward_is_a_deadlock() -> None:
+    text = "worker 0: F0.0 F1.0 B0.0 F0.1 F1.1 B0.1 B1.0 B1.1 B2.0 B2.1"
+    with pytest.raises(PlanError, match=r"worker 0 stands at B0.0, waiting for F1.1; none"):
+        validate_schedule(
+            Schedule.from_text(text), partition=PLAIN, num_microbatches=2, round_size=2
+        )
 
 
 SMALL = Partition(forward=(1, 1), backward=(0, 1, 1))
@@ -303,6 +392,35 @@ def test_choices_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(PlanError, match=message):
         replace(plan, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"round_size": 3}, "num_microbatches=4 are no rounds of round_size=3"),
+        ({"recompute": RecomputePolicy.NONE}, "give one FORWARD and one BACKWARD stage"),
+        ({"recompute": RecomputePolicy.NONE, "team_size": 2}, "with all blocks"),
+    ],
+)
+def test_choices_that_cannot_be_of_a_plain_plan_are_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    plan = round_robin_plan(PLAIN, num_workers=2, num_microbatches=4, round_size=4)
+    with pytest.raises(PlanError, match=message):
+        replace(plan, **change, schedule=Schedule(workers=()))
+
+
+def test_a_plain_plan_may_keep_all_graphs() -> None:
+    whole = Partition(forward=(5,), backward=(5,), plain=True)
+    plan = round_robin_plan(whole, num_workers=2, num_microbatches=4, round_size=4, team_size=2)
+    kept = replace(plan, recompute=RecomputePolicy.NONE)
+    assert (
+        kept.schedule.to_text()
+        == """\
+worker 0: F0.0 F0.2 B0.0 B0.2
+worker 1: F0.1 F0.3 B0.1 B0.3
+"""
+    )
 
 
 def test_save_and_load(plan: Plan, tmp_path: Path) -> None:

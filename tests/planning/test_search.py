@@ -49,16 +49,17 @@ QUICK = Effort(num_actions=100_000)
 
 def simulated(evaluator: Evaluator, partition: Partition) -> float:
     count, size = sum(evaluator.rounds), evaluator.rounds[0]
-    config = PipelineConfig(num_microbatches=count, round_size=size)
-    schedule = schedule_of(config.with_stages(partition), num_workers=evaluator.num_workers)
-    partition = replace(partition, joined=evaluator.joined)
+    layout = PipelineConfig(
+        num_microbatches=count, round_size=size, joined=evaluator.joined > 0
+    ).with_stages(partition)
     costs = stage_costs(
         evaluator.profile,
         partition=partition,
         hop_seconds=evaluator.hop_seconds,
         recompute_start=evaluator.recompute_start,
     )
-    return simulate(schedule, partition=partition, costs=costs).makespan_seconds
+    schedule = schedule_of(layout, num_workers=evaluator.num_workers)
+    return simulate(schedule, layout=layout, costs=costs).makespan_seconds
 
 
 def random_counts(data: st.DataObject, total: int) -> tuple[int, ...]:

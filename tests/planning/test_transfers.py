@@ -51,13 +51,15 @@ def run(
     partition: Partition = PARTITION,
     **options: Any,
 ) -> Timeline:
+    count = 1 + max(action.microbatch for action in schedule)
     return simulate(
         schedule,
-        partition=partition,
+        layout=PipelineLayout(
+            partition=partition, num_microbatches=count, round_size=count, **options
+        ),
         costs=stage_costs(profile, partition=partition),
         profile=profile,
         hardware=hardware,
-        **options,
     )
 
 
@@ -131,12 +133,12 @@ def test_fast_links_change_nothing(
     )
     fast = simulate(
         plan.schedule,
-        partition=plan.partition,
+        layout=plan,
         costs=costs,
         profile=profile,
         hardware=machine(workers, link=1e30),
     )
-    plain = simulate(plan.schedule, partition=plan.partition, costs=costs)
+    plain = simulate(plan.schedule, layout=plan, costs=costs)
     times = {entry.action: entry for entry in plain.entries}
     assert len(fast.entries) == len(times)
     for entry in fast.entries:
@@ -289,7 +291,7 @@ def test_a_direct_hop_is_one_copy() -> None:
     through, gradients, direct = (
         simulate(
             TWO_WORKERS,
-            partition=PARTITION,
+            layout=LAYOUT,
             costs=stage_costs(profile, partition=PARTITION, hop_seconds=hop, route=route),
             profile=profile,
             hardware=hardware,

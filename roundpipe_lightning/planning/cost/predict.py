@@ -189,10 +189,8 @@ class StepModel:
             resident=layout.resident,
             route=costs.route,
         )
-        slots = layout.weight_slots
-        return runs, Simulation(
-            runs, partition=partition, costs=costs, weight_slots=slots, hardware=self.links
-        ).timeline()
+        simulation = Simulation(runs, layout=layout, costs=costs, hardware=self.links)
+        return runs, simulation.timeline()
 
     def costs(self, layout: PipelineLayout) -> StageCosts:
         """Costs of the stages, the expansion of compressed weights spread over a round."""

@@ -42,29 +42,26 @@ from roundpipe_lightning.planning.cost.costs import RecomputeStart, StageCosts
 from roundpipe_lightning.planning.cost.traffic import StageRun, worker_stage_runs
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout
 from roundpipe_lightning.planning.schedule.schedule import (
     Action,
     Schedule,
     Timeline,
     TimelineEntry,
-    dependencies,
     stage_dependencies,
 )
-from roundpipe_lightning.planning.schedule.stages import Partition, RecomputePolicy, StageKind
+from roundpipe_lightning.planning.schedule.stages import StageKind
 
 
 def simulate(
     schedule: Schedule,
     *,
-    partition: Partition,
+    layout: PipelineLayout,
     costs: StageCosts,
     profile: ModelProfile | None = None,
     hardware: HardwareSpec | None = None,
-    weight_slots: int = 2,
-    resident: Sequence[Sequence[int]] = (),
-    recompute: RecomputePolicy = RecomputePolicy.FULL,
 ) -> Timeline:
-    """Run a valid schedule on paper, with the uploads and downloads it needs.
+    """Run a valid schedule of a layout on paper, with the uploads and downloads it needs.
 
     The costs, and the way that boundaries take, must be those of the same recompute policy. Nothing
     is uploaded or downloaded without `profile` and `hardware`, or where devices share the host's
@@ -73,18 +70,16 @@ def simulate(
     Raises:
         PlanError: If the schedule deadlocks.
     """
-    weightless = (BlockProfile(name="block"),) * partition.num_blocks
+    weightless = (BlockProfile(name="block"),) * layout.partition.num_blocks
     runs = worker_stage_runs(
         schedule,
-        partition=partition,
+        partition=layout.partition,
         profile=profile or ModelProfile(blocks=weightless, fingerprint=""),
-        recompute=recompute,
-        resident=resident,
+        recompute=layout.recompute,
+        resident=layout.resident,
         route=costs.route,
     )
-    return Simulation(
-        runs, partition=partition, costs=costs, weight_slots=weight_slots, hardware=hardware
-    ).timeline()
+    return Simulation(runs, layout=layout, costs=costs, hardware=hardware).timeline()
 
 
 @dataclass(eq=False, slots=True)
@@ -92,9 +87,10 @@ class _TimedRun:
     """A run of actions of one stage on one worker, and what travels for it.
 
     Stages are counted in the order in which a microbatch passes them; `start` and `gradient` are
-    those that the whole of an action, or what comes behind its recompute, waits for. An action
-    runs forward for `forward_seconds` of its `seconds`, and this through `num_blocks` blocks, the
-    first of which needs `first_bytes` of what is uploaded. `landed` is when all of it was there.
+    those that the whole of an action, or what comes behind its recompute, waits for, each with how
+    many microbatches of it: all of a batch at a barrier, else 1. An action runs forward for
+    `forward_seconds` of its `seconds`, and this through `num_blocks` blocks, the first of which
+    needs `first_bytes` of what is uploaded. `landed` is when all of it was there.
     Where the tail segment runs once for `joined` microbatches, `joins` has what their actions wait
     for instead of `start`: stages and microbatches.
     """
@@ -104,8 +100,8 @@ class _TimedRun:
     first_bytes: float
     download_bytes: float
     place: int
-    start: tuple[int, ...]
-    gradient: tuple[int, ...]
+    start: tuple[tuple[int, int], ...]
+    gradient: tuple[tuple[int, int], ...]
     forward_seconds: float
     seconds: float
     num_blocks: int
@@ -149,19 +145,18 @@ class Simulation:
         self,
         runs: Sequence[Sequence[StageRun]],
         *,
-        partition: Partition,
+        layout: PipelineLayout,
         costs: StageCosts,
-        weight_slots: int,
         hardware: HardwareSpec | None,
     ) -> None:
         if hardware is not None and hardware.shares_host_memory:
             hardware = None
-        self._weight_slots = weight_slots
+        self._weight_slots = layout.weight_slots
         self._hop_seconds = costs.hop_seconds
         self._hardware = hardware
         per_root = hardware.devices_per_root if hardware else 1
         self._workers = [
-            _Worker(runs=_transfers(row, partition=partition, costs=costs), root=worker // per_root)
+            _Worker(runs=_transfers(row, layout, costs=costs), root=worker // per_root)
             for worker, row in enumerate(runs)
         ]
         actions = [action for row in runs for run in row for action in run.actions]
@@ -319,13 +314,17 @@ class Simulation:
 
     def _arrival(
         self,
-        places: tuple[int, ...],
+        places: tuple[tuple[int, int], ...],
         action: Action,
         joins: Sequence[tuple[int, int]] | None = None,
     ) -> float | None:
         """Return the arrival of an action's inputs from some stages; None: one has not run."""
-        arrival = 0.0
-        for place, microbatch in joins or [(place, action.microbatch) for place in places]:
+        arrival, number = 0.0, action.microbatch
+        for place, microbatch in joins or [
+            (place, number - number % count + other)
+            for place, count in places
+            for other in range(count)
+        ]:
             key = place * self._num_microbatches + microbatch
             ended = self._ended.get(key)
             if ended is None:
@@ -340,9 +339,10 @@ _remaining_bytes = attrgetter("remaining_bytes")
 
 
 def _transfers(
-    runs: Sequence[StageRun], *, partition: Partition, costs: StageCosts
+    runs: Sequence[StageRun], layout: PipelineLayout, *, costs: StageCosts
 ) -> list[_TimedRun]:
     """Charge boundaries to the transfers behind them, and look up what actions cost and need."""
+    partition = layout.partition
     late = costs.recompute_start is RecomputeStart.WITH_GRADIENT
     num_forward = partition.num_forward
 
@@ -353,7 +353,10 @@ def _transfers(
     boundary_bytes = 0
     for run in runs:
         kind, index = run.stage.kind, run.stage.index
-        places = tuple(place(*each) for each in stage_dependencies(kind, index, partition))
+        places = tuple(
+            (place(each.kind, each.stage), layout.round_size if each.is_barrier else 1)
+            for each in stage_dependencies(kind, index, partition)
+        )
         num_early = len(places) - (kind is StageKind.BACKWARD and not late)
         cost = costs.of(place(kind, index), run.actions[0].worker)
         forward = cost.seconds if kind is StageKind.FORWARD else cost.recompute_seconds
@@ -362,7 +365,7 @@ def _transfers(
         joins = {
             action.microbatch: [
                 (place(each.kind, each.stage), each.microbatch)
-                for each in dependencies(action.key, partition)
+                for each in layout.dependencies(action.key)
             ]
             for action in run.actions
             if joined

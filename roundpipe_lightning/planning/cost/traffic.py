@@ -234,8 +234,8 @@ def _makers(
     boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
     found = [
         (kind, index, boundary)
-        for kind, index in stage_dependencies(stage.kind, stage.index, partition)
-        if is_all or kind is not StageKind.FORWARD
+        for kind, index, is_barrier in stage_dependencies(stage.kind, stage.index, partition)
+        if (is_all or kind is not StageKind.FORWARD) and not is_barrier
     ]
     for maker in partition.stages()[: partition.num_forward]:
         both = set(maker.blocks).intersection(stage.blocks)

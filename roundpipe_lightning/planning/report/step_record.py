@@ -27,9 +27,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from roundpipe_lightning.planning.model.work import Operations
-from roundpipe_lightning.planning.schedule.plan import Plan
-from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Timeline, dependencies
-from roundpipe_lightning.planning.schedule.stages import Partition
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout, Plan
+from roundpipe_lightning.planning.schedule.schedule import Action, ActionKey, Timeline
 
 
 class IdleCause(Enum):
@@ -46,7 +45,7 @@ class IdleCause(Enum):
     __hash__ = object.__hash__  # members are singletons; that of Enum hashes their name each time
 
 
-def idle_seconds(timeline: Timeline, *, partition: Partition) -> dict[IdleCause, float]:
+def idle_seconds(timeline: Timeline, *, layout: PipelineLayout) -> dict[IdleCause, float]:
     """Return the workers' idle time between the step's first action and its last, by cause.
 
     The values add up to `num_workers * makespan_seconds - busy_seconds`. Causes that a timeline
@@ -60,7 +59,7 @@ def idle_seconds(timeline: Timeline, *, partition: Partition) -> dict[IdleCause,
         free = None
         for entry in row:
             start = entry.start_seconds
-            sources = dependencies(entry.action.key, partition)
+            sources = layout.dependencies(entry.action.key)
             boundary += entry.waiting_seconds
             if free is None:
                 fill, free = start - begin, start
@@ -149,7 +148,7 @@ class StepRecord:
 
     def idle_seconds(self) -> dict[IdleCause, float]:
         """As the function of this name, with the waits that the engine has counted."""
-        found = idle_seconds(self.timeline, partition=self.plan.partition)
+        found = idle_seconds(self.timeline, layout=self.plan)
         uploads = self.counters.upload_wait_seconds
         found[IdleCause.UPLOAD] += uploads
         # Waits inside actions stand there as waits for boundaries, whatever was waited for.
@@ -234,9 +233,7 @@ class StepProgress:
         if seconds is not None:
             return f"runs {action.key} for {seconds:.1f} s"
         missing = [
-            self._state(key)
-            for key in dependencies(action.key, self.plan.partition)
-            if key not in self.ended
+            self._state(key) for key in self.plan.dependencies(action.key) if key not in self.ended
         ]
         if not missing:
             return f"may begin {action.key}, which its microbatch has not come to"

@@ -3,12 +3,12 @@
 The schedule is round-robin (RoundPipe, arXiv 2604.27085).
 The stages of a round run on worker 0, 1, 2, .., N-1, 0, 1, ..; each runs there for all the round's
 microbatches in turn, so that its weights are uploaded once. The next round goes on where the last
-one stopped, at the worker that is free first. Three stages, two workers, rounds of two
-microbatches:
+one stopped, at the worker that is free first. A round of a plain step is a batch. Two workers, two
+batches of two microbatches, three stages:
 
 ```
-worker 0:  F0.0 F0.1  B1.0 B1.1            X0.2 X0.3
-worker 1:       X0.0  X0.1       F0.2 F0.3            B1.2 B1.3
+worker 0:  F0.0 F0.1           B1.0 B1.1       B0.2 B0.3
+worker 1:            B0.0 B0.1 F0.2 F0.3                 B1.2 B1.3
 ```
 
 Unequal workers: stages of one worker each are as large as its speed asks for; within a team each
@@ -34,7 +34,13 @@ from typing import Any
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.files import write_text
-from roundpipe_lightning.planning.schedule.schedule import Action, Schedule, validate_schedule
+from roundpipe_lightning.planning.schedule.schedule import (
+    Action,
+    ActionKey,
+    Schedule,
+    dependencies,
+    validate_schedule,
+)
 from roundpipe_lightning.planning.schedule.stages import (
     Partition,
     RecomputePolicy,
@@ -142,6 +148,10 @@ class PipelineLayout(PipelineConfig):
         if joined != self.partition.joined:
             object.__setattr__(self, "partition", replace(self.partition, joined=joined))
 
+    def dependencies(self, key: ActionKey) -> tuple[ActionKey, ...]:
+        """Return the actions that an action waits for."""
+        return dependencies(key, self.partition, round_size=self.round_size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PipelineLayout):
@@ -185,10 +195,12 @@ class Plan(PipelineLayout):
                 f"round_size={self.round_size} is more than "
                 f"num_microbatches={self.num_microbatches}."
             )
-        if self.joined and self.num_microbatches % self.round_size:
+        is_whole = self.joined or self.partition.plain
+        if is_whole and self.num_microbatches % self.round_size:
             raise PlanError(
-                f"joined, but num_microbatches={self.num_microbatches} are no rounds of "
-                f"round_size={self.round_size}: a round is a batch."
+                f"num_microbatches={self.num_microbatches} are no rounds of "
+                f"round_size={self.round_size}, but a round of '{self.partition}' is a batch: set "
+                "round_size to the number of microbatches of a batch."
             )
         if self.speeds and (len(self.speeds) != self.num_workers or min(self.speeds) <= 0):
             raise PlanError(f"speeds={self.speeds}: give one above 0 for each worker, or none.")
@@ -206,14 +218,24 @@ class Plan(PipelineLayout):
             )
         self._check_memory_choices()
         validate_schedule(
-            self.schedule, partition=self.partition, num_microbatches=self.num_microbatches
+            self.schedule,
+            partition=self.partition,
+            num_microbatches=self.num_microbatches,
+            round_size=self.round_size,
         )
 
     def _check_memory_choices(self) -> None:
         """Refuse slots, policies and resident blocks that there cannot be."""
         if self.weight_slots not in (1, 2):
             raise PlanError(f"weight_slots={self.weight_slots} must be 1 or 2.")
-        if self.recompute is RecomputePolicy.NONE and self.partition.num_backward:
+        if self.recompute is RecomputePolicy.NONE and self.partition.plain:
+            if self.partition.num_stages > 2 or self.team_size < self.num_workers:
+                raise PlanError(
+                    f"recompute=none keeps the graphs of '{self.partition}' where they were made: "
+                    "give one FORWARD and one BACKWARD stage with all blocks, and set team_size to "
+                    f"num_workers={self.num_workers}, so that no microbatch changes its worker."
+                )
+        elif self.recompute is RecomputePolicy.NONE and self.partition.num_backward:
             raise PlanError(
                 f"recompute=none, but '{self.partition}' has {self.partition.num_backward} "
                 "BACKWARD stages: the fused stage must have all blocks."

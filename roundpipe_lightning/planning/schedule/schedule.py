@@ -6,12 +6,19 @@ worker 1: F1.0 F1.1 B1.0 B1.1
 ```
 
 The validator, the simulator, the renderer and the engine all ask `dependencies()`, so that what is
-simulated is what runs. For one microbatch m:
+simulated is what runs. For one microbatch m of a plain step:
 
 ```
-F0 ──> F1 ──> .. ──> F(a-1) ──> X0 ══> B1 ══> B2 ══> ..      ══ gradient, ── start
- │      └────────────────────────────> B1's recompute          (the boundary it starts from)
- └────────────────────────────────────────────> B2's recompute
+F0 ──> F1 ──> .. ──> F(a-1) ══║══> B0 ══> B1 ══> ..      ══ gradient, ── start
+ │      └────────────────────────> B0's recompute          (the boundary it starts from)
+ └───────────────────────────────────────> B1's recompute
+```
+
+║ is the barrier: the driver's own backward pass gives B0 its gradient, and it begins when F(a-1) of
+all microbatches of the batch have ended. In a fused step X0 takes the place of both:
+
+```
+F0 ──> F1 ──> .. ──> F(a-1) ──> X0 ══> B1 ══> B2 ══> ..
 ```
 
 Where microbatches are pieces of one batch (`Partition.joined`), its tail segment runs in X0 of the
@@ -30,7 +37,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -133,38 +140,56 @@ class Schedule:
         return self.to_text()
 
 
-def dependencies(key: ActionKey, partition: Partition) -> tuple[ActionKey, ...]:
-    """Return the actions that an action waits for; PlanError if the partition has no such stage."""
-    microbatches: Sequence[int] = (key.microbatch,)
-    if partition.joined and key.kind is StageKind.FUSED:
-        first = key.microbatch - key.microbatch % partition.joined
-        if key.microbatch != first:
-            return (key._replace(microbatch=first),)
-        microbatches = range(first, first + partition.joined)
+def dependencies(
+    key: ActionKey, partition: Partition, *, round_size: int = 0
+) -> tuple[ActionKey, ...]:
+    """Return the actions that an action waits for; PlanError if the partition has no such stage.
+
+    Args:
+        round_size: Microbatches of a batch, which a plain partition needs for its barrier.
+    """
+    round_size = partition.joined or round_size
+    assert round_size or not partition.plain, "the barrier of a plain partition is of a round"
+    first = key.microbatch - key.microbatch % max(round_size, 1)
+    if partition.joined and key.kind is StageKind.FUSED and key.microbatch != first:
+        return (key._replace(microbatch=first),)
     return tuple(
         ActionKey(kind, stage, microbatch)
-        for kind, stage in stage_dependencies(key.kind, key.stage, partition)
-        for microbatch in microbatches
+        for kind, stage, is_barrier in stage_dependencies(key.kind, key.stage, partition)
+        for microbatch in (range(first, first + round_size) if is_barrier else (key.microbatch,))
     )
+
+
+class StageDependency(NamedTuple):
+    """A stage that another one waits for; at a barrier for all microbatches of the batch."""
+
+    kind: StageKind
+    stage: int
+    is_barrier: bool = False
 
 
 def stage_dependencies(
     kind: StageKind, index: int, partition: Partition
-) -> tuple[tuple[StageKind, int], ...]:
+) -> tuple[StageDependency, ...]:
     """Return a stage's dependencies: the rule behind `dependencies()`, without microbatches.
 
     Nothing of an action may begin before, but for the last one of a BACKWARD stage, which gives the
     gradient: the recompute may begin before that.
     """
     stage = partition.stage(kind, index)
+    last = partition.num_forward - 1
     if kind is StageKind.FORWARD:
-        return ((kind, index - 1),) if index > 0 else ()
+        return (StageDependency(kind, index - 1),) if index > 0 else ()
     if kind is StageKind.FUSED:
-        last = partition.num_forward - 1
-        return ((StageKind.FORWARD, last),) if last >= 0 else ()
+        is_barrier = partition.joined > 0
+        return (StageDependency(StageKind.FORWARD, last, is_barrier),) if last >= 0 else ()
     source = partition.producer(stage.blocks.start)
-    giver = (StageKind.FUSED, 0) if index == 1 else (StageKind.BACKWARD, index - 1)
-    return ((source.kind, source.index), giver)
+    if index == 0:
+        giver = StageDependency(StageKind.FORWARD, last, is_barrier=True)
+    else:
+        before = partition.stages()[last + index]
+        giver = StageDependency(before.kind, before.index)
+    return (StageDependency(source.kind, source.index), giver)
 
 
 def format_grid(schedule: Schedule, *, marked: Collection[Action] = ()) -> str:
@@ -186,8 +211,14 @@ def _cell(action: Action, worker: int, marked: Collection[Action]) -> str:
     return f">{text}<" if action in marked else f" {text} "
 
 
-def validate_schedule(schedule: Schedule, *, partition: Partition, num_microbatches: int) -> None:
+def validate_schedule(
+    schedule: Schedule, *, partition: Partition, num_microbatches: int, round_size: int = 0
+) -> None:
     """Raise a PlanError, with the grid, unless all stages run once per microbatch and can."""
+
+    def needs(action: Action) -> tuple[ActionKey, ...]:
+        return dependencies(action.key, partition, round_size=round_size)
+
     for worker, actions in enumerate(schedule.workers):
         for action in actions:
             if action.worker != worker:
@@ -208,6 +239,11 @@ def validate_schedule(schedule: Schedule, *, partition: Partition, num_microbatc
     missing = sorted(map(str, expected - seen))
     if missing:
         raise _error(f"{len(missing)} action(s) are missing: {', '.join(missing[:8])}.", schedule)
+    _run_through(schedule, needs)
+
+
+def _run_through(schedule: Schedule, needs: Callable[[Action], Sequence[ActionKey]]) -> None:
+    """Run all actions as soon as those that they need have run; PlanError: some never can."""
     done: set[ActionKey] = set()
     waiters: dict[ActionKey, list[int]] = {}
     position = [0] * schedule.num_workers
@@ -215,8 +251,7 @@ def validate_schedule(schedule: Schedule, *, partition: Partition, num_microbatc
     while ready:
         worker = ready.popleft()
         for action in schedule.workers[worker][position[worker] :]:
-            needs = dependencies(action.key, partition)
-            late = next((each for each in needs if each not in done), None)
+            late = next((each for each in needs(action) if each not in done), None)
             if late is not None:
                 waiters.setdefault(late, []).append(worker)
                 break
@@ -224,7 +259,9 @@ def validate_schedule(schedule: Schedule, *, partition: Partition, num_microbatc
             done.add(action.key)
             ready.extend(waiters.pop(action.key, ()))
     if waiters:
-        raise PlanError(_describe_deadlock(schedule, partition, position, done))
+        rows = zip(schedule.workers, position, strict=True)
+        stuck = {row[at]: needs(row[at]) for row, at in rows if at < len(row)}
+        raise PlanError(_describe_deadlock(schedule, stuck, done))
 
 
 def _error(reason: str, schedule: Schedule, *marked: Action) -> PlanError:
@@ -232,13 +269,12 @@ def _error(reason: str, schedule: Schedule, *marked: Action) -> PlanError:
 
 
 def _describe_deadlock(
-    schedule: Schedule, partition: Partition, position: list[int], done: set[ActionKey]
+    schedule: Schedule, stuck: Mapping[Action, Sequence[ActionKey]], done: Collection[ActionKey]
 ) -> str:
     """Name what the stuck workers wait for, and mark where they stand."""
-    stuck = [row[at] for row, at in zip(schedule.workers, position, strict=True) if at < len(row)]
     reasons = []
-    for action in stuck:
-        waits = [str(key) for key in dependencies(action.key, partition) if key not in done]
+    for action, needs in stuck.items():
+        waits = [str(key) for key in needs if key not in done]
         reasons.append(
             f"worker {action.worker} stands at {action.key}, waiting for {' and '.join(waits)}"
         )

@@ -1,13 +1,20 @@
 """Stages: the contiguous ranges of blocks that a step is cut into.
 
 A `Partition` cuts the same chain of blocks twice, once for the forward and once for the backward
-pass, with the fused stage where the two meet (asymmetric partition, RoundPipe, arXiv 2604.27085,
-section 4):
+pass (asymmetric partition, RoundPipe, arXiv 2604.27085, section 4). A *plain* step runs all
+microbatches of a batch forward, the tail segment included, and then all of them backward:
 
 ```
 blocks      0   1   2   3   4   5   6   7   tail
+forward   [ F0        ][ F1        ][ F2         ]     forward=(3, 3, 2)
+backward  [ B2   ][ B1        ][ B0              ]     backward=(3, 3, 2)
+```
+
+A *fused* step turns each microbatch round in the fused stage, where the two passes meet:
+
+```
 forward   [ F0        ][ F1        ][ X0         ]     forward=(3, 3)
-backward  [ B2   ][ B1        ][  ][ X0          ]     see `Partition` for the numbers
+backward  [ B2        ][ B1        ][ X0         ]     backward=(2, 3, 3)
 ```
 
 A chain may come from several calls of stacks with user code between them. Stages lie within one
@@ -85,8 +92,10 @@ class Stage:
 
     Attributes:
         index: Position in `Partition.forward` for FORWARD, in `Partition.backward` otherwise (so
-            the FUSED stage is always 0 and BACKWARD stages count from 1).
-        blocks: Indices of the blocks, ascending; empty for a fused stage of the tail segment alone.
+            beside a FUSED stage, which is always 0, BACKWARD stages count from 1).
+        blocks: Indices of the blocks, ascending; empty for a stage of the tail segment alone.
+        has_tail: Whether the tail segment runs with it: forward in the last FORWARD stage, backward
+            in the first BACKWARD stage, both ways in the FUSED stage.
         has_head_forward: Whether the head segment runs forward with it: it is the first stage.
         has_head_backward: Whether the head segment runs backward with it: it is the last stage.
     """
@@ -94,13 +103,9 @@ class Stage:
     kind: StageKind
     index: int
     blocks: range
+    has_tail: bool = False
     has_head_forward: bool = False
     has_head_backward: bool = False
-
-    @property
-    def has_tail(self) -> bool:
-        """Whether the tail segment runs with it, both ways."""
-        return self.kind is StageKind.FUSED
 
     def __str__(self) -> str:  # e.g. `F2[4:6]`
         return f"{self.kind.value}{self.index}[{self.blocks.start}:{self.blocks.stop}]"
@@ -110,43 +115,53 @@ class Stage:
 class Partition:
     """Number of blocks of every stage.
 
-    For eight blocks, `Partition(forward=(3, 3), backward=(2, 3, 3))` runs F0 = blocks 0-2, F1 =
-    3-5, X0 = 6-7 and the tail segment, B1 = 3-5, B2 = 0-2, in this order.
+    For eight blocks, `Partition(forward=(3, 3, 2), backward=(2, 3, 3), plain=True)` runs F0 =
+    blocks 0-2, F1 = 3-5, F2 = 6-7 and the tail segment, B0 = 6-7 and the tail segment, B1 = 3-5,
+    B2 = 0-2, in this order. `Partition(forward=(3, 3), backward=(2, 3, 3))` runs F0, F1, X0 = 6-7
+    and the tail segment, B1, B2.
 
     Attributes:
-        forward: Blocks per FORWARD stage, the model's first blocks first.
-        backward: Blocks per stage from the tail on: `backward[0]` is the FUSED stage (0: the tail
-            segment alone), `backward[1:]` are the BACKWARD stages, the model's last blocks first.
+        forward: Blocks per FORWARD stage, the model's first blocks first. The last one of a plain
+            partition may have 0: the tail segment alone.
+        backward: Blocks per stage from the tail on, the model's last blocks first; `backward[0]`
+            may be 0: the tail segment alone. It is the FUSED stage of a partition that is not
+            plain.
+        plain: Whether all microbatches of a batch go forward before the first one goes backward.
         joined: Neighbouring microbatches that are pieces of one batch, whose tail segment runs
             once, in the FUSED stage of the first of them; 0: it runs for each. Not in the text.
 
     Raises:
-        PlanError: If a stage is empty (the fused one may be), or if the two cuts disagree about the
-            number of blocks.
+        PlanError: If a stage without the tail segment is empty, or if the two cuts disagree about
+            the number of blocks.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    plain: bool = False
     joined: int = field(default=0, compare=False)  # from `PipelineConfig.joined`
 
     def __post_init__(self) -> None:
-        if not self.backward:
+        for name, counts, tail in (
+            ("forward", self.forward, len(self.forward) - 1 if self.plain else None),
+            ("backward", self.backward, 0),
+        ):
+            if tail is not None and not counts:
+                raise PlanError(
+                    f"{name}=() has no stage with the tail segment: give at least (0,), the tail "
+                    "segment alone."
+                )
+            if any(count < (place != tail) for place, count in enumerate(counts)):
+                raise PlanError(
+                    f"{name} stages {counts}: every stage needs at least one block, the tail "
+                    "segment's stage 0 or more."
+                )
+        fused = 0 if self.plain else self.backward[0]
+        if sum(self.forward) + fused != sum(self.backward):
             raise PlanError(
-                "backward=() has no fused stage: give at least (0,), the tail segment alone."
-            )
-        if self.backward[0] < 0:
-            raise PlanError(
-                f"backward[0]={self.backward[0]}: the fused stage has 0 or more blocks."
-            )
-        for name, counts in (("forward", self.forward), ("backward", self.backward[1:])):
-            if min(counts, default=1) < 1:
-                raise PlanError(f"{name} stages {counts}: every stage needs at least one block.")
-        if sum(self.forward) + self.backward[0] != sum(self.backward):
-            raise PlanError(
-                f"forward={self.forward} runs {sum(self.forward)} blocks and the fused stage "
-                f"{self.backward[0]}, but backward={self.backward} covers {sum(self.backward)} "
-                f"blocks. "
-                f"sum(forward) must be sum(backward) - backward[0] = {sum(self.backward[1:])}."
+                f"forward={self.forward} runs {sum(self.forward)} blocks"
+                f"{'' if self.plain else f' and the fused stage {fused}'}, but "
+                f"backward={self.backward} covers {sum(self.backward)}: sum(forward) must be "
+                f"{sum(self.backward) - fused}."
             )
 
     @property
@@ -159,14 +174,14 @@ class Partition:
 
     @property
     def num_backward(self) -> int:
-        return len(self.backward) - 1
+        return len(self.backward) - (not self.plain)
 
     @property
     def num_stages(self) -> int:
         return len(self.forward) + len(self.backward)
 
     def stages(self) -> tuple[Stage, ...]:
-        """All stages in the order in which a microbatch passes them: F0.., X0, B1.. ."""
+        """All stages in the order in which a microbatch passes them: F0.., (X0 or B0), B1.. ."""
         return self._stages
 
     def stage(self, kind: StageKind, index: int) -> Stage:
@@ -191,7 +206,7 @@ class Partition:
 
     @cached_property
     def _producers(self) -> tuple[Stage, ...]:
-        makers = self._stages[: self.num_forward + 1]
+        makers = self._stages[: self.num_forward + (not self.plain)]
         before = [stage for stage in makers for _ in stage.blocks] or [makers[-1]]
         return (before[0], *before[: self.num_blocks])
 
@@ -211,14 +226,17 @@ class Partition:
             places.append((StageKind.FORWARD, index, range(start, start + count)))
             start += count
         for index, count in enumerate(self.backward):
-            kind = StageKind.BACKWARD if index else StageKind.FUSED
+            is_backward = index > 0 or self.plain
+            kind = StageKind.BACKWARD if is_backward else StageKind.FUSED
             places.append((kind, index, range(stop - count, stop)))
             stop -= count
+        middle = self.num_forward  # the place of the first stage that runs backward
         return tuple(
             Stage(
                 kind=kind,
                 index=index,
                 blocks=blocks,
+                has_tail=number == middle or (self.plain and number == middle - 1),
                 has_head_forward=number == 0,
                 has_head_backward=number == len(places) - 1,
             )
@@ -227,12 +245,15 @@ class Partition:
 
     def __str__(self) -> str:  # e.g. `forward 3 3 | backward 2 3 3`
         forward = " ".join(map(str, self.forward)) or "-"
-        return f"forward {forward} | backward {' '.join(map(str, self.backward))}"
+        text = f"forward {forward} | backward {' '.join(map(str, self.backward))}"
+        return f"plain {text}" if self.plain else text
 
     @classmethod
     def parse(cls, text: str) -> Partition:
         """Read the text form back; PlanError if the text is not a partition."""
         words = text.split()
+        plain = words[:1] == ["plain"]
+        words = words[plain:]
         if words[:1] != ["forward"] or "|" not in words or words.count("backward") != 1:
             raise PlanError(f"{text!r} is not a partition; write 'forward 3 3 | backward 2 3 3'.")
         bar = words.index("|")
@@ -241,6 +262,7 @@ class Partition:
             return cls(
                 forward=tuple(int(word) for word in forward if word != "-"),
                 backward=tuple(int(word) for word in backward),
+                plain=plain,
             )
         except ValueError as error:
             raise PlanError(f"{text!r} is not a partition: {error}") from error
