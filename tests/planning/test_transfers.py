@@ -207,7 +207,7 @@ def test_kept_attention_is_moved_and_not_recomputed(policy: RecomputePolicy) -> 
     assert [each.output_bytes for each in moved[:2]] == [20 + kept, 10 + kept]
     assert [each.input_bytes for each in moved[2:]] == [10, 20 + kept, 20 + kept]
     costs = stage_costs(profile, partition=PARTITION, recompute=policy)
-    again = 0.75 if policy is RecomputePolicy.SELECTIVE else 1.0
+    again = {RecomputePolicy.FULL: 1.0, RecomputePolicy.SELECTIVE: 0.75}.get(policy, 0.0)
     assert [cost.recompute_seconds for cost in costs.stages[PARTITION.num_forward :]] == [
         0.0,
         again,

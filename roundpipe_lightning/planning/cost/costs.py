@@ -177,19 +177,17 @@ def stage_costs(
 
 
 def _stage_cost(stage: Stage, profile: ModelProfile, policy: RecomputePolicy) -> ActionCost:
-    blocks = [profile.blocks[index] for index in stage.blocks]
-    head, tail = profile.head, profile.tail
-    forward = sum(block.forward_seconds for block in blocks)
-    backward = sum(block.backward_seconds for block in blocks)
-    head_forward = head.forward_seconds if stage.has_head_forward else 0.0
-    head_backward = head.backward_seconds if stage.has_head_backward else 0.0
+    units = [profile.units[index] for index in stage.blocks] + [profile.tail] * stage.has_tail
+    forward = sum(unit.forward_seconds for unit in units)
+    backward = sum(unit.backward_seconds for unit in units)
+    forward += profile.head.forward_seconds if stage.has_head_forward else 0.0
+    backward += profile.head.backward_seconds if stage.has_head_backward else 0.0
     if stage.kind is StageKind.FORWARD:
-        return ActionCost(compute_seconds=forward + head_forward)
+        return ActionCost(compute_seconds=forward)
     if stage.kind is StageKind.FUSED:
-        both = tail.forward_seconds + tail.backward_seconds
-        return ActionCost(compute_seconds=forward + backward + both + head_forward + head_backward)
-    recompute = sum(block.seconds_to_recompute(policy) for block in blocks)
-    return ActionCost(recompute_seconds=recompute, compute_seconds=backward + head_backward)
+        return ActionCost(compute_seconds=forward + backward)
+    recompute = sum(unit.seconds_to_recompute(policy) for unit in units)
+    return ActionCost(recompute_seconds=recompute, compute_seconds=backward)
 
 
 Counts = npt.NDArray[np.int64]
@@ -200,22 +198,24 @@ class PartitionTable:
     """Partitions as rows of block counts, and their stages as columns.
 
     Columns stand in the order in which a microbatch passes the stages. A partition with fewer of
-    them has empty ones in front of its FORWARD and behind its BACKWARD stages.
+    them has empty ones in front of its FORWARD and behind its BACKWARD stages. Of plain partitions
+    the last FORWARD and the first BACKWARD stage have one unit more, the tail segment.
 
     Attributes:
         forward: Shape (partitions, most FORWARD stages); shorter ones have zeros in front.
-        backward: Shape (partitions, 1 + most BACKWARD stages), column 0 the fused stage; shorter
-            ones have zeros behind.
+        backward: Shape (partitions, most stages from the tail on), column 0 the fused stage or the
+            first BACKWARD one; shorter ones have zeros behind.
     """
 
     forward: Counts
     backward: Counts
+    plain: bool = False
 
     def __len__(self) -> int:
         return len(self.forward)
 
     def __getitem__(self, rows: Counts | slice) -> PartitionTable:
-        return PartitionTable(forward=self.forward[rows], backward=self.backward[rows])
+        return replace(self, forward=self.forward[rows], backward=self.backward[rows])
 
     @classmethod
     def of(cls, partitions: Sequence[Partition]) -> PartitionTable:
@@ -226,12 +226,12 @@ class PartitionTable:
         for row, partition in enumerate(partitions):
             forward[row, most_forward - partition.num_forward :] = partition.forward
             backward[row, : len(partition.backward)] = partition.backward
-        return cls(forward=forward, backward=backward)
+        return cls(forward=forward, backward=backward, plain=partitions[0].plain)
 
     # The rule of `Stage.has_head_forward`, `has_head_backward` and `has_tail`, as columns:
     @cached_property
     def first(self) -> Counts:
-        found: Counts = self.fused - np.count_nonzero(self.forward, axis=1)
+        found: Counts = self.is_stage.argmax(axis=1)
         return found
 
     @cached_property
@@ -241,11 +241,12 @@ class PartitionTable:
 
     @property
     def fused(self) -> int:
+        """The first column that runs backward."""
         return int(self.forward.shape[1])
 
     @cached_property
     def start(self) -> Counts:
-        """First block of every stage, of shape (partitions, stages)."""
+        """First unit of every stage, of shape (partitions, stages)."""
         ahead = self.forward.cumsum(axis=1) - self.forward
         behind = self.backward.sum(axis=1, keepdims=True) - self.backward.cumsum(axis=1)
         return np.concatenate([ahead, behind], axis=1)
@@ -253,15 +254,17 @@ class PartitionTable:
     @cached_property
     def stop(self) -> Counts:
         stop: Counts = self.start + np.concatenate([self.forward, self.backward], axis=1)
+        if self.plain:
+            stop[:, self.fused - 1 : self.fused + 1] += 1
         return stop
 
     @cached_property
     def is_stage(self) -> npt.NDArray[np.bool_]:
-        here = self.stop > self.start
-        here[:, self.fused] = True
-        return here
+        is_stage = self.stop > self.start
+        is_stage[:, self.fused] = True
+        return is_stage
 
-    def block_sums(self, sums: Floats) -> Floats:
+    def unit_sums(self, sums: Floats) -> Floats:
         found: Floats = sums[self.stop] - sums[self.start]
         return found
 
@@ -279,10 +282,11 @@ class PartitionTable:
 
     def part_sums(self, profile: ModelProfile, size: str) -> Floats:
         """Add up a figure over every stage's blocks and segments."""
-        sizes = self.block_sums(profile.running_sums(size))
+        sizes = self.unit_sums(profile.running_sums(size))
         for rows, columns in self.head_stages(profile):
             sizes[rows, columns] += getattr(profile.head, size)
-        sizes[:, self.fused] += getattr(profile.tail, size)
+        if not self.plain:
+            sizes[:, self.fused] += getattr(profile.tail, size)
         return sizes
 
     def neighbours(self, distance: int, *, goes_on: bool) -> Counts:
@@ -383,8 +387,7 @@ class Evaluator:
         # Worker `num_workers` is a dummy that is always free: absent stages run there, in no time.
         free = np.zeros((self.num_workers + 1, len(table)))
         free[-1] = -np.inf
-        free_before = free.copy()
-        uploaded = free.copy()
+        free_before, uploaded = free.copy(), free.copy()
         turns = np.zeros(len(table), dtype=np.int64)
         hop = self.hop_seconds if self.num_workers > 1 else 0.0
         before, once = upload[table.first, rows], np.zeros(len(table))
@@ -401,6 +404,8 @@ class Evaluator:
                 turns += here
                 ends += np.where(here & started, hop, 0.0)
                 started |= here
+                if table.plain and stage == table.fused:
+                    ends[:] = ends.max(axis=0)  # the barrier
                 free_now = free[worker, rows]
                 slot_free = free_before[worker, rows] if self.weight_slots > 1 else free_now
                 weights = np.maximum(uploaded[worker, rows], slot_free)
@@ -436,18 +441,19 @@ class Evaluator:
         return np.ascontiguousarray(sizes.T)
 
     def _durations(self, table: PartitionTable) -> tuple[Floats, Floats]:
-        blocks, head, tail = self.profile.blocks, self.profile.head, self.profile.tail
+        units, head, tail = self.profile.units, self.profile.head, self.profile.tail
         fused, rows = table.fused, np.arange(len(table))
-        forward = table.block_sums(prefix_sums([block.forward_seconds for block in blocks]))
-        compute = table.block_sums(prefix_sums([block.backward_seconds for block in blocks]))
+        forward = table.unit_sums(self.profile.running_sums("forward_seconds"))
+        compute = table.unit_sums(self.profile.running_sums("backward_seconds"))
+        again = [unit.seconds_to_recompute(self.recompute) for unit in units]
+        recompute = table.unit_sums(prefix_sums(again))
+        recompute[:, :fused] = 0.0
         compute[rows, table.last] += head.backward_seconds
-        compute[:, fused] += forward[:, fused]
-        compute[:, fused] += tail.forward_seconds + tail.backward_seconds
+        if not table.plain:
+            compute[:, fused] += forward[:, fused] + tail.forward_seconds + tail.backward_seconds
+            recompute[:, fused] = 0.0
         compute[:, :fused] = forward[:, :fused]
         compute[rows, table.first] += head.forward_seconds
-        again = [block.seconds_to_recompute(self.recompute) for block in blocks]
-        recompute = table.block_sums(prefix_sums(again))
-        recompute[:, : fused + 1] = 0.0
         if self.recompute_start is RecomputeStart.WITH_GRADIENT:
             compute += recompute
             recompute = np.zeros_like(recompute)

@@ -2,8 +2,9 @@
 
 The planner's limits, the check whether a plan fits, and the strategy's check before it allocates
 anything all ask here. docs/planning.md (what fits) says what a device holds while it runs a stage.
-Beside that: of weights that are uploaded in fewer bits it holds one block's in 16. Of the FUSED
-stage no gradient arrives, and one that leaves takes the place of an input. A selective recompute
+Beside that: of weights that are uploaded in fewer bits it holds one block's in 16. At the first
+stage that runs backward no gradient arrives; at a FUSED one, one that leaves takes the place of an
+input. Without a recompute the graphs of all its microbatches are there. A selective recompute
 has attention's outputs on their way. A backward pass needs what its blocks keep, and what one
 block's needs beside, with the logits where the tail segment runs. Workers that compute in the
 host's memory hold no weights; gradients of their stage's blocks come as what blocks keep goes.
@@ -113,11 +114,11 @@ class Footprint:
         self.profile = profile
         self.hardware = hardware
         self._reserved = max(one.reserved_bytes for one in hardware.workers)
-        blocks = profile.blocks
-        self._working = _range_maxima([block.working_bytes for block in blocks])
-        self._forward = _range_maxima([block.forward_bytes for block in blocks])
-        self._expanded = _range_maxima([block.expanded_bytes for block in blocks])
-        self.boundary_bytes = max((block.boundary_bytes for block in blocks), default=0)
+        units = profile.units
+        self._working = _range_maxima([unit.working_bytes for unit in units])
+        self._forward = _range_maxima([unit.forward_bytes for unit in units])
+        self._expanded = _range_maxima([unit.expanded_bytes for unit in units])
+        self.boundary_bytes = max((block.boundary_bytes for block in profile.blocks), default=0)
 
     def fits(self, layout: PipelineLayout) -> bool:
         return self.need(layout).lack_bytes <= 0
@@ -189,15 +190,16 @@ class Footprint:
         ones = np.ones(table.start.shape)
         sizes = {
             MemoryKind.BOUNDARIES: (inputs + _IN_FLIGHT) * self.boundary_bytes * ones,
-            MemoryKind.ACTIVATIONS: self._activations(table),
+            MemoryKind.ACTIVATIONS: self._activations(table, config),
         }
         teams, fused = self.num_teams(config), table.fused
-        sizes[MemoryKind.BOUNDARIES][:, fused] -= _IN_FLIGHT * self.boundary_bytes
+        unused = 1 if table.plain else _IN_FLIGHT
+        sizes[MemoryKind.BOUNDARIES][:, fused] -= unused * self.boundary_bytes
         if config.recompute is RecomputePolicy.SELECTIVE:
             sizes[MemoryKind.BOUNDARIES] += self._attention_in_flight(table)
         gradients = table.part_sums(self.profile, "trainable_bytes")
         if self.hardware.shares_host_memory:  # those of the segments are added to sums at once
-            gradients = table.block_sums(self.profile.running_sums("trainable_bytes"))
+            gradients = table.unit_sums(self.profile.running_sums("trainable_bytes"))
             beside = sizes[MemoryKind.ACTIVATIONS] - self._working[table.start, table.stop]
             gradients = np.maximum(gradients - beside, 0.0)
         gradients[:, :fused] = 0.0
@@ -219,14 +221,17 @@ class Footprint:
         self._raise(expanded, table, "expanded_bytes", table.head_stages(self.profile)[:1])
         return expanded
 
-    def _activations(self, table: PartitionTable) -> Floats:
+    def _activations(self, table: PartitionTable, config: PipelineConfig) -> Floats:
         fused = table.fused
         forward = self._forward[table.start, table.stop]
         head_stages = table.head_stages(self.profile)
         self._raise(forward, table, "forward_bytes", head_stages[:1])
         working = self._working[table.start, table.stop]
         self._raise(working, table, "working_bytes", head_stages)
-        result = table.part_sums(self.profile, "activation_bytes") + working
+        kept = table.part_sums(self.profile, "activation_bytes")
+        if table.plain and config.recompute is RecomputePolicy.NONE:
+            return config.most_members(self.hardware.num_devices) * kept + working
+        result = kept + working
         result[:, :fused] = forward[:, :fused]
         return result
 
@@ -240,14 +245,16 @@ class Footprint:
         """Count the segments among the largest parts of a stage."""
         for rows, columns in head_stages:
             most[rows, columns] = np.maximum(most[rows, columns], getattr(self.profile.head, field))
-        fused = most[:, table.fused]
-        np.maximum(fused, getattr(self.profile.tail, field), out=fused)
+        if not table.plain:
+            fused = most[:, table.fused]
+            np.maximum(fused, getattr(self.profile.tail, field), out=fused)
 
     def _attention_in_flight(self, table: PartitionTable) -> Floats:
         """Attention's outputs: two microbatches' on their way out, one's on its way in."""
-        sizes = table.block_sums(self.profile.running_sums("attention_bytes"))
+        sizes = table.unit_sums(self.profile.running_sums("attention_bytes"))
         sizes[:, : table.fused] *= _IN_FLIGHT
-        sizes[:, table.fused] = 0.0
+        if not table.plain:
+            sizes[:, table.fused] = 0.0
         return sizes
 
     def team_stages(self, layout: PipelineLayout, *, team: int) -> list[int]:

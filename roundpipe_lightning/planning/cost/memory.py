@@ -109,8 +109,11 @@ class MemoryModel:
         partition = layout.partition
         kept = float(partition.num_backward * footprint.boundary_bytes)
         if layout.recompute is RecomputePolicy.SELECTIVE:
-            blocks = footprint.profile.blocks[: partition.num_blocks - partition.backward[0]]
+            stages = (s for s in partition.stages() if s.kind is StageKind.BACKWARD)
+            blocks = (footprint.profile.blocks[index] for s in stages for index in s.blocks)
             kept += sum(block.attention_bytes for block in blocks)
+        if layout.recompute is RecomputePolicy.NONE:
+            kept = 0.0
         sizes: dict[MemoryKind, float] = dict(self._host_parameters)
         sizes[MemoryKind.BOUNDARIES] = in_flight * kept
         sizes[MemoryKind.GRADIENTS] = self._gradients(layout) + self._waiting_gradients(layout)

@@ -144,11 +144,13 @@ def stage_bytes(
     parts = stage_parts(profile, stage)
     boundary = max((block.boundary_bytes for block in profile.blocks), default=0)
     if stage.kind is StageKind.FORWARD:
-        inputs, outputs = min(stage.index, 1), max(partition.num_readers(stage), 1)
+        is_last = stage.has_tail  # it hands no boundary on
+        inputs, outputs = min(stage.index, 1), max(partition.num_readers(stage), 1 - is_last)
     elif stage.kind is StageKind.FUSED:
         inputs, outputs = min(partition.num_forward, 1), min(partition.num_backward, 1)
     else:
-        inputs, outputs = 2, int(not stage.has_head_backward)
+        # the first one's gradient, that of token losses, is small
+        inputs, outputs = 2 - stage.has_tail, int(not stage.has_head_backward)
     attention = _attention_bytes(profile, stage.blocks, recompute)
     trains = stage.kind is not StageKind.FORWARD
     return StageRun(

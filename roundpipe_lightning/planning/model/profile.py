@@ -3,10 +3,11 @@
 The engine measures actions, so stages, while a plan needs blocks. A stage's duration is a sum,
 
     FORWARD     forward of its blocks
-    FUSED       forward and backward of its blocks, and the tail's
+    FUSED       forward and backward of its blocks
     BACKWARD    recompute and backward of its blocks
 
-and in the first stage the head's forward, in the last one its backward.
+where the tail counts as a block of the stages that have it, and in the first stage the head's
+forward, in the last one its backward.
 What is measured is dealt out over the terms in proportion to what they are taken to be. With
 one partition only the sums can be known; every other partition adds knowledge of their
 parts, and the terms converge to durations that explain all of them.
@@ -92,6 +93,8 @@ class BlockProfile:
         return self.forward_seconds if self.has_backward else 0.0
 
     def seconds_to_recompute(self, policy: RecomputePolicy) -> float:
+        if policy is RecomputePolicy.NONE:
+            return 0.0
         if policy is RecomputePolicy.SELECTIVE and self.attention_bytes:
             return max(self.recompute_seconds - self.attention_seconds, 0.0)
         return self.recompute_seconds
@@ -130,6 +133,11 @@ class ModelProfile:
     def parts(self) -> tuple[BlockProfile, ...]:
         return (self.head, *self.blocks, self.tail)
 
+    @property
+    def units(self) -> tuple[BlockProfile, ...]:
+        """The blocks and, as if it were one more, the tail segment."""
+        return (*self.blocks, self.tail)
+
     def each(self, change: Callable[[BlockProfile], BlockProfile]) -> ModelProfile:
         blocks = tuple(map(change, self.blocks))
         return replace(self, blocks=blocks, head=change(self.head), tail=change(self.tail))
@@ -146,9 +154,9 @@ class ModelProfile:
         return tuple(block.name for block in self.blocks)
 
     def running_sums(self, size: str) -> npt.NDArray[np.float64]:
-        """Return the sums of a block's attribute over the first 0, 1, 2, ... blocks."""
+        """Return the sums of an attribute over the first 0, 1, 2, ... units."""
         if size not in self._sums:
-            self._sums[size] = prefix_sums([getattr(block, size) for block in self.blocks])
+            self._sums[size] = prefix_sums([getattr(unit, size) for unit in self.units])
         return self._sums[size]
 
     @cached_property
@@ -217,12 +225,11 @@ class MeasuredProfile:
         for stage in partition.stages():
             seen = self._windows.get((stage.kind, stage.index), ())
             if len(seen) == _WINDOW:
-                num = partition.num_blocks
+                num = partition.num_blocks + 1
                 # the indices of the terms that a stage's duration is the sum of
-                terms = [
-                    block + num * (stage.kind is not StageKind.FORWARD) for block in stage.blocks
-                ]
-                ends = (stage.has_head_forward, stage.has_head_backward, stage.has_tail)
+                units = [*stage.blocks] + [num - 1] * stage.has_tail
+                terms = [unit + num * (stage.kind is not StageKind.FORWARD) for unit in units]
+                ends = (stage.has_head_forward, stage.has_head_backward)
                 terms += [2 * num + place for place, has in enumerate(ends) if has]
                 self._deal_out(median(seen), terms, current, share)
 
@@ -242,11 +249,11 @@ class MeasuredProfile:
         measured = [seconds for seconds in self._seconds if seconds is not None]
         if len(measured) == len(self._terms):
             return measured
-        num_blocks = self._estimate.num_blocks
+        num = len(self._estimate.units)
         whole = self._ratio(range(len(self._terms)), otherwise=1.0)
-        forward = self._ratio(range(num_blocks), otherwise=whole)
-        both = self._ratio(range(num_blocks, 2 * num_blocks), otherwise=whole)
-        ratios = [forward] * num_blocks + [both] * num_blocks + [whole] * 3
+        forward = self._ratio(range(num), otherwise=whole)
+        both = self._ratio(range(num, 2 * num), otherwise=whole)
+        ratios = [forward] * num + [both] * num + [whole] * 2
         return [
             estimate * ratio if seconds is None else seconds
             for estimate, ratio, seconds in zip(self._terms, ratios, self._seconds, strict=True)
@@ -261,25 +268,16 @@ class MeasuredProfile:
     def profile(self) -> ModelProfile:
         """Return the model with measured durations, and with the estimate's sizes."""
         estimate, current = self._estimate, self._current()
-        num_blocks = estimate.num_blocks
-        head_forward, head_backward, tail = current[2 * num_blocks :]
-        blocks = tuple(
-            _timed(block, forward=forward, backward=max(0.0, both - forward))
-            for block, forward, both in zip(
-                estimate.blocks,
-                current[:num_blocks],
-                current[num_blocks : 2 * num_blocks],
-                strict=True,
+        num = len(estimate.units)
+        *blocks, tail = (
+            _timed(unit, forward=min(forward, both), backward=max(0.0, both - forward))
+            for unit, forward, both in zip(
+                estimate.units, current[:num], current[num : 2 * num], strict=True
             )
         )
-        whole = estimate.tail.forward_seconds + estimate.tail.backward_seconds
-        share = estimate.tail.forward_seconds / whole if whole > 0 else 1 / 3
-        return replace(
-            estimate,
-            blocks=blocks,
-            head=_timed(estimate.head, forward=head_forward, backward=head_backward),
-            tail=_timed(estimate.tail, forward=share * tail, backward=(1 - share) * tail),
-        )
+        head_forward, head_backward = current[2 * num :]
+        head = _timed(estimate.head, forward=head_forward, backward=head_backward)
+        return replace(estimate, blocks=tuple(blocks), head=head, tail=tail)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -300,14 +298,12 @@ class MeasuredProfile:
 
 
 def _terms(profile: ModelProfile) -> list[float]:
-    """Forward of every block, both passes of every block, head's forward and backward, tail."""
-    head, tail = profile.head, profile.tail
+    """Forward of every unit, both passes of every unit, head's forward and backward."""
     return [
-        *(block.forward_seconds for block in profile.blocks),
-        *(block.forward_seconds + block.backward_seconds for block in profile.blocks),
-        head.forward_seconds,
-        head.backward_seconds,
-        tail.forward_seconds + tail.backward_seconds,
+        *(unit.forward_seconds for unit in profile.units),
+        *(unit.forward_seconds + unit.backward_seconds for unit in profile.units),
+        profile.head.forward_seconds,
+        profile.head.backward_seconds,
     ]
 
 

@@ -338,20 +338,20 @@ def microbatch_operations(
     """Add up a microbatch's operations.
 
     What a BACKWARD stage has is recomputed, where it has a backward pass; with SELECTIVE attention
-    is not run again.
+    is not run again, with NONE nothing is.
     """
     model = sum(
         part.forward.operations(shape) + part.backward.operations(shape) for part in work.segments
     )
     again = 0.0
     for stage in partition.stages():
-        if stage.kind is not StageKind.BACKWARD:
+        if stage.kind is not StageKind.BACKWARD or recompute is RecomputePolicy.NONE:
             continue
-        for block in (work.blocks[index] for index in stage.blocks):
-            if block.has_backward:
-                again += block.forward.operations(shape)
+        for part in [work.blocks[index] for index in stage.blocks] + [work.tail] * stage.has_tail:
+            if part.has_backward:
+                again += part.forward.operations(shape)
                 if recompute is RecomputePolicy.SELECTIVE:
-                    again -= block.forward.attention_operations.of(shape)
+                    again -= part.forward.attention_operations.of(shape)
     return Operations(model=model, recompute=again)
 
 

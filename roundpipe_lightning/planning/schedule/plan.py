@@ -75,6 +75,8 @@ class PipelineConfig:
         speeds: How fast every worker is, relative to each other; empty: they are equal.
         joined: Whether the microbatches of a round are pieces of one batch, whose tail segment runs
             once (`microbatching="blocks"`).
+        plain: Whether all microbatches of a round, which is a batch, go forward before the first
+            one goes backward; of a layout, as its partition says.
         like_teams: Whether the members of a team are as fast as each other, rather than the workers
             of a pipeline, so that pipelines get as many microbatches and stages follow speed.
     """
@@ -87,6 +89,7 @@ class PipelineConfig:
     num_batches: int = 1
     speeds: tuple[float, ...] = ()
     joined: bool = False
+    plain: bool = False
     like_teams: bool = False
 
     @property
@@ -147,6 +150,7 @@ class PipelineLayout(PipelineConfig):
         joined = self.round_size if self.joined else 0
         if joined != self.partition.joined:
             object.__setattr__(self, "partition", replace(self.partition, joined=joined))
+        object.__setattr__(self, "plain", self.partition.plain)
 
     def dependencies(self, key: ActionKey) -> tuple[ActionKey, ...]:
         """Return the actions that an action waits for."""
@@ -195,8 +199,7 @@ class Plan(PipelineLayout):
                 f"round_size={self.round_size} is more than "
                 f"num_microbatches={self.num_microbatches}."
             )
-        is_whole = self.joined or self.partition.plain
-        if is_whole and self.num_microbatches % self.round_size:
+        if (self.joined or self.plain) and self.num_microbatches % self.round_size:
             raise PlanError(
                 f"num_microbatches={self.num_microbatches} are no rounds of "
                 f"round_size={self.round_size}, but a round of '{self.partition}' is a batch: set "
@@ -228,7 +231,7 @@ class Plan(PipelineLayout):
         """Refuse slots, policies and resident blocks that there cannot be."""
         if self.weight_slots not in (1, 2):
             raise PlanError(f"weight_slots={self.weight_slots} must be 1 or 2.")
-        if self.recompute is RecomputePolicy.NONE and self.partition.plain:
+        if self.recompute is RecomputePolicy.NONE and self.plain:
             if self.partition.num_stages > 2 or self.team_size < self.num_workers:
                 raise PlanError(
                     f"recompute=none keeps the graphs of '{self.partition}' where they were made: "

@@ -164,6 +164,11 @@ class Partition:
                 f"{sum(self.backward) - fused}."
             )
 
+    @classmethod
+    def whole(cls, num_blocks: int, *, plain: bool = False) -> Partition:
+        """Return the partition without a recompute: a stage has all blocks."""
+        return cls(forward=(num_blocks,) * plain, backward=(num_blocks,), plain=plain)
+
     @property
     def num_blocks(self) -> int:
         return sum(self.backward)

@@ -101,25 +101,26 @@ def are_held(limits: StageLimits, *, footprint: Footprint, config: PipelineConfi
 
     Of unequal devices the largest one: which stage runs where is looked at with each partition.
     """
-    layout = config.with_stages(largest_stages(footprint.profile, limits))
+    layout = config.with_stages(largest_stages(footprint.profile, limits, plain=config.plain))
     largest = max(one.device_bytes for one in footprint.hardware.workers)
     return footprint.most_bytes(layout) <= largest
 
 
-def largest_stages(profile: ModelProfile, limits: StageLimits) -> Partition:
+def largest_stages(profile: ModelProfile, limits: StageLimits, *, plain: bool = False) -> Partition:
     """Return stages as large as the limits and the model's cuts allow."""
     num_blocks, cuts = profile.num_blocks, profile.cuts
     fused = min(limits.fused, sum(call_lengths(num_blocks, cuts)[-1:]))
     rest = num_blocks - fused
-    forward = largest_cuts(rest, most=limits.forward, cuts=cuts_before(rest, cuts))
+    ahead = num_blocks if plain else rest
+    forward = largest_cuts(ahead, most=limits.forward, cuts=cuts_before(ahead, cuts))
     backward = largest_cuts(rest, most=limits.backward, cuts=reversed_cuts(rest, cuts))
-    return Partition(forward=forward, backward=(fused, *backward))
+    return Partition(forward=forward or (0,) * plain, backward=(fused, *backward), plain=plain)
 
 
 def describe_lack(footprint: Footprint, *, config: PipelineConfig) -> str:
     """Name what no device can hold: the stage of one block or of the tail segment, at its least."""
     profile, hardware = footprint.profile, footprint.hardware
-    ones = largest_stages(profile, ONES)
+    ones = largest_stages(profile, ONES, plain=config.plain)
     need = footprint.need(config.with_stages(ones))
     part, what = profile.tail, "the tail segment"
     if need.stage and not need.stage.has_tail:
@@ -256,7 +257,7 @@ class Case:
     def fits(self, table: PartitionTable) -> npt.NDArray[np.bool_]:
         """Return a mask of partitions that keep the devices' memory and the recompute policies."""
         fit = self.footprint.fits_each(table, config=self.config)
-        if self.profile.num_blocks:
+        if self.profile.num_blocks and not self.config.plain:
             policies = self.request.recompute
             fit &= np.where(
                 table.backward[:, 1:].any(axis=1),
@@ -281,7 +282,7 @@ class Case:
     def _even(self, limits: StageLimits) -> tuple[Partition, ...]:
         most = max(_FEW // 2, _EVEN_STAGES // max(self.profile.num_blocks, 1))
         count = min(self.request.effort.num_even, most)
-        return even_partitions(self.profile, limits=limits, count=count)
+        return even_partitions(self.profile, limits=limits, count=count, plain=self.config.plain)
 
     def estimates(self, partitions: Sequence[Partition]) -> Floats:
         return self.evaluator.seconds(PartitionTable.of(partitions))
@@ -350,14 +351,20 @@ def find_cases(
     configs = pipeline_configs(hardware, request, num_batches=num_batches)
     profile = steps(request.microbatch_choices[0]).profile
     whole = request.hints.limited(StageLimits.none(profile.num_blocks))
-    asked = request.hints.partitions(profile.block_names, limits=whole, cuts=profile.cuts)
-    is_settled = bool(asked) or request.recompute == (RecomputePolicy.NONE,)
+    hinted = request.hints.partitions(
+        profile.block_names, limits=whole, cuts=profile.cuts, plain=request.plain
+    )
     cases: list[Case] = []
     largest: dict[PipelineConfig, StageLimits] = {}
     for config in configs:
         step = steps(config.batch_microbatches)
         footprint = step.footprint
-        if is_settled:  # limits do not say what memory the stages need
+        asked = hinted
+        if request.plain and config.recompute is RecomputePolicy.NONE:
+            asked = (Partition.whole(profile.num_blocks, plain=True),)
+        if asked or request.recompute == (
+            RecomputePolicy.NONE,
+        ):  # limits do not say what memory the stages need
             limits = joint = StageLimits.none(footprint.profile.num_blocks)
         else:
             widest = widest_limits(footprint, config=config)
@@ -420,13 +427,16 @@ def pipeline_configs(
             num_batches=num_batches,
             speeds=request.speeds,
             joined=request.joined,
+            plain=request.plain,
             like_teams=like_teams,
         )
         for team_size in teams
         for like_teams in (like if request.speeds and 1 < team_size < num_workers else (False,))
         for count, round_size in _rounds(num_workers, request)
-        if team_size <= round_size <= count and (round_size == count or not request.joined)
+        if team_size <= round_size <= count
+        and (round_size == count or not (request.joined or request.plain))
         for policy in request.policies
+        if policy is not RecomputePolicy.NONE or team_size == num_workers
         for weight_slots in slots
     ]
     if not found:

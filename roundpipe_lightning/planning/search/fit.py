@@ -51,6 +51,8 @@ class TrainingJob(MemoryModel):
         effort: How long to search per team and round size. `QUICK`: some even stages alone, in
             teams of 1 or of all, to compare jobs with each other or to show that one fits.
         joined: Whether the microbatches are pieces of one batch, as in `PipelineConfig`.
+        plain: Whether all microbatches go forward before one goes backward, as in
+            `PipelineConfig`.
         accumulates: Whether a step is of several batches, even where one alone is planned.
     """
 
@@ -62,6 +64,7 @@ class TrainingJob(MemoryModel):
     timing: UpdateTiming = UpdateTiming.AFTER_STEP
     effort: Effort = field(default_factory=Effort)
     joined: bool = False
+    plain: bool = False
 
     @cached_property
     def profile(self) -> ModelProfile:
@@ -227,14 +230,16 @@ def fits_memory(job: TrainingJob) -> bool:
     profile = footprint.profile
     if job.hints.cuts:
         limits = job.hints.limited(StageLimits.none(profile.num_blocks))
-        wanted = job.hints.partitions(job.work.block_names, limits=limits, cuts=job.work.cuts)
+        wanted = job.hints.partitions(
+            job.work.block_names, limits=limits, cuts=job.work.cuts, plain=job.plain
+        )
         return any(_fits(job, t.with_stages(p)) for t in _configs(job) for p in wanted)
     for config in _configs(job):
-        if _fits(job, config.with_stages(largest_stages(profile, ONES))):
+        if _fits(job, config.with_stages(largest_stages(profile, ONES, plain=job.plain))):
             return True
         most = limits_within(footprint, config=config)  # fewer stages, fewer boundaries
         if most is not None:
-            largest = largest_stages(profile, job.hints.limited(most))
+            largest = largest_stages(profile, job.hints.limited(most), plain=job.plain)
             if _fits(job, config.with_stages(largest)):
                 return True
     return False
@@ -302,6 +307,7 @@ def _request(job: TrainingJob, counts: tuple[int, ...]) -> PlanningRequest:
         recompute_start=job.recompute_start,
         speeds=job.speeds,
         joined=job.joined,
+        plain=job.plain,
     )
 
 
@@ -309,10 +315,13 @@ def _smallest(job: TrainingJob) -> FitAnswer:
     """The answer where nothing fits: what the smallest stages would need, or the fixed cuts."""
     profile = job.footprint.profile
     partitions = job.hints.partitions(
-        job.work.block_names, limits=job.hints.limited(ONES), cuts=job.work.cuts
-    ) or (largest_stages(profile, ONES),)
+        job.work.block_names,
+        limits=job.hints.limited(ONES),
+        cuts=job.work.cuts,
+        plain=job.plain,
+    ) or (largest_stages(profile, ONES, plain=job.plain),)
     if job.hints.recompute == (RecomputePolicy.NONE,):
-        partitions = (Partition(forward=(), backward=(profile.num_blocks,)),)
+        partitions = (Partition.whole(profile.num_blocks, plain=job.plain),)
     layouts = [t.with_stages(partition) for partition in partitions for t in _configs(job)]
     answers = [FitAnswer(job=job, layout=layout) for layout in layouts]
     return min(answers, key=lambda answer: answer.memory.device.total_bytes)

@@ -101,12 +101,14 @@ def even_cuts(num_blocks: int, *, most: int, cuts: Sequence[int]) -> Sequence[tu
 
 @functools.lru_cache(maxsize=256)  # cases of the same model share them
 def even_partitions(
-    profile: ModelProfile, *, limits: StageLimits, count: int = 12
+    profile: ModelProfile, *, limits: StageLimits, count: int = 12, plain: bool = False
 ) -> tuple[Partition, ...]:
     """Return partitions into any reasonable number of stages of about equal duration.
 
     `count` is about how many numbers of BACKWARD stages there are to choose from.
     """
+    if plain:
+        return _even_plain_partitions(profile, limits=limits, count=count)
     found = []
     last_call = sum(call_lengths(profile.num_blocks, profile.cuts)[-1:])
     for fused in _spread(0, min(limits.fused, last_call), count=min(count, 4)):
@@ -130,6 +132,36 @@ def even_partitions(
                 forward = _balanced(forward_seconds, num_forward, limits.forward, cuts=cuts)
                 found.append(Partition(forward=forward, backward=(fused, *backward)))
     return tuple(dict.fromkeys(found))
+
+
+def _even_plain_partitions(
+    profile: ModelProfile, *, limits: StageLimits, count: int
+) -> tuple[Partition, ...]:
+    """Balance both passes with the tail segment as one unit more."""
+    found = []
+    forward_seconds = [unit.forward_seconds for unit in profile.units]
+    backward_seconds = [unit.recompute_seconds + unit.backward_seconds for unit in profile.units]
+    share = sum(forward_seconds) / (sum(backward_seconds) or 1.0)
+    calls, cuts = call_lengths(profile.num_blocks, profile.cuts), profile.cuts
+    fewest, most = _fewest(calls, limits.forward), max(profile.num_blocks, 1)
+    for num_backward in _spread(_fewest(calls, limits.backward), most, count=2 * count):
+        backward = _balanced_units(backward_seconds, num_backward, limits.backward, cuts=cuts)
+        for extra in (0, 1, 3):
+            num_forward = min(most, max(fewest, 1, round(num_backward * share) + extra))
+            forward = _balanced_units(forward_seconds, num_forward, limits.forward, cuts=cuts)
+            found.append(Partition(forward=forward, backward=backward[::-1], plain=True))
+    return tuple(dict.fromkeys(found))
+
+
+def _balanced_units(
+    weights: Sequence[float], num_parts: int, limit: int, *, cuts: Sequence[int]
+) -> tuple[int, ...]:
+    """Balance the weights of blocks and tail segment; return the blocks of every part."""
+    *others, last = balanced_cuts(weights, num_parts=max(num_parts, 1), cuts=cuts)
+    counts = (*others, last - 1)
+    if max(counts) > limit:
+        counts = balanced_cuts([1.0] * (len(weights) - 1), num_parts=num_parts, cuts=cuts)
+    return counts
 
 
 def _fewest(calls: Sequence[int], limit: int) -> int:
@@ -238,7 +270,9 @@ class PartitionSearch:
         if any(map(gt, sizes, (limits.forward, limits.backward, limits.fused))):
             return False
         cuts, num_blocks = set(self.evaluator.profile.cuts), partition.num_blocks
-        ahead = {*accumulate(partition.forward), *range(num_blocks - fused, num_blocks)}
+        ahead = {*accumulate(partition.forward)}
+        if not partition.plain:
+            ahead.update(range(num_blocks - fused, num_blocks))
         return cuts <= ahead and cuts <= {num_blocks - n for n in accumulate(partition.backward)}
 
     def _evolve(self, num_generations: int, children: int, *, in_order: bool) -> None:
@@ -266,12 +300,12 @@ class PartitionSearch:
         other = random.choice(parents).backward
         if random.random() < 0.2 and other[0] == fused:
             backward = [*other[1:]]
-        if random.random() < 0.16:  # a block more or less in the fused stage
+        if random.random() < 0.16:  # a block more or less in the first stage that runs backward
             change = random.choice((-1, 1))
             if backward if change > 0 else fused:
                 fused += change
                 forward, backward = forward or [0], backward or [0]
-                forward[-1] -= change
+                forward[-1] -= change * (not parent.plain)
                 backward[0] -= change
         for _ in range(random.choice((1, 1, 2, 3, 4))):
             _vary(random.choice((forward, backward)), random)
@@ -279,7 +313,9 @@ class PartitionSearch:
             forward.sort()
             backward.sort(reverse=True)
         return Partition(
-            forward=tuple(filter(None, forward)), backward=(fused, *filter(None, backward))
+            forward=tuple(filter(None, forward)) or (0,) * parent.plain,
+            backward=(fused, *filter(None, backward)),
+            plain=parent.plain,
         )
 
 

@@ -140,7 +140,7 @@ def _planned(steps: Steps, *, request: PlanningRequest, admits: Admits | None) -
 
 
 def _plan(case: Case, layout: PipelineLayout) -> Plan:
-    if not layout.partition.num_backward and layout.partition.num_blocks:
+    if not layout.plain and not layout.partition.num_backward and layout.partition.num_blocks:
         layout = replace(layout, recompute=RecomputePolicy.NONE)
     return Plan(
         model=case.profile.fingerprint,
@@ -294,7 +294,7 @@ def _describe_misfit(cases: Sequence[Case], request: PlanningRequest) -> str:
         )
     if request.recompute == (RecomputePolicy.NONE,):
         num_blocks = case.profile.num_blocks
-        whole = Partition(forward=(), backward=(num_blocks,))
+        whole = Partition.whole(num_blocks, plain=request.plain)
         need = min(each.footprint.most_bytes(each.config.with_stages(whole)) for each in cases)
         return (
             f"recompute=none needs all {num_blocks} blocks on one device at once, with their "

@@ -117,7 +117,8 @@ class PartitionHints:
                 "stage, 0 or more."
             )
         if self.forward is not None and self.backward is not None:
-            Partition(forward=self.forward, backward=self.backward)
+            plain = sum(self.forward) == sum(self.backward)
+            Partition(forward=self.forward, backward=self.backward, plain=plain)
         forward = self.forward or ()
         fused, *backward = self.backward or (0,)
         for name, counts, stages in (
@@ -238,7 +239,12 @@ class PartitionHints:
         return limits.within(replace(limits, **self.limits))
 
     def partitions(
-        self, block_names: Sequence[str], *, limits: StageLimits, cuts: Sequence[int] = ()
+        self,
+        block_names: Sequence[str],
+        *,
+        limits: StageLimits,
+        cuts: Sequence[int] = (),
+        plain: bool = False,
     ) -> tuple[Partition, ...]:
         """Return the partitions that keep the fixed cuts; none where no cut is fixed.
 
@@ -249,7 +255,7 @@ class PartitionHints:
             return ()
         num_blocks = len(block_names)
         fixed = self.backward[0] if self.backward else num_blocks - sum(self.forward or ())
-        rest = num_blocks - fixed
+        rest = num_blocks if plain else num_blocks - fixed
         inside = cuts_before(rest, cuts)
         forward = [self.forward] if self.forward is not None else []
         backward = [self.backward] if self.backward is not None else []
@@ -257,8 +263,11 @@ class PartitionHints:
             forward = [*even_cuts(rest, most=limits.forward, cuts=inside)]
         if not backward:
             back = even_cuts(rest, most=limits.backward, cuts=reversed_cuts(rest, inside))
-            backward = [(fixed, *counts) for counts in back]
-        found = tuple(Partition(forward=f, backward=b) for f in forward for b in backward)
+            firsts = ((0,), ()) if plain else ((fixed,),)
+            backward = [(*first, *counts) for counts in back for first in firsts]
+        found = tuple(
+            Partition(forward=f, backward=b, plain=plain) for f in forward for b in backward
+        )
         for partition in found:
             check_partition(partition, cuts=cuts, block_names=block_names, what="partition hints")
         return found
@@ -278,6 +287,7 @@ class PlanningRequest:
         effort: How long to search; with `QUICK` in teams of 1 or of all.
         speeds: As of `PipelineConfig`: durations are those of speed 1.
         joined: As of `PipelineConfig`: durations of the tail segment are spread over the pieces.
+        plain: As of `PipelineConfig`.
     """
 
     num_microbatches: int | tuple[int, ...]
@@ -288,6 +298,7 @@ class PlanningRequest:
     effort: Effort = field(default_factory=Effort)
     speeds: tuple[float, ...] = ()
     joined: bool = False
+    plain: bool = False
 
     @property
     def microbatch_choices(self) -> tuple[int, ...]:
@@ -306,6 +317,9 @@ class PlanningRequest:
 
     @property
     def policies(self) -> tuple[RecomputePolicy, ...]:
+        """Policies that are cases of their own."""
+        if self.plain:
+            return self.recompute
         some = tuple(each for each in self.recompute if each is not RecomputePolicy.NONE)
         return some or (RecomputePolicy.FULL,)
 
@@ -318,7 +332,7 @@ class PlanningRequest:
 
     def allows(self, partition: Partition) -> bool:
         """Return whether a partition has BACKWARD stages, or none, as the policies want."""
-        if partition.num_blocks == 0:
+        if partition.num_blocks == 0 or partition.plain:
             return True
         if partition.num_backward == 0:
             return RecomputePolicy.NONE in self.recompute
