@@ -91,7 +91,7 @@ def _launch(name: str) -> None:
 
     folder = _config_folder()
     # behind the options: Hydra reads settings in one go
-    sys.argv[1:] = sorted(in_settings(sys.argv[1:], folder), key=_is_setting)
+    sys.argv[1:] = sorted(in_settings(sys.argv[1:], folder, command=name), key=_is_setting)
     if {"-h", "--help"} & set(sys.argv[1:]):
         sys.stdout.write(_HELP[name])
     else:
@@ -179,11 +179,20 @@ def chat(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "model", help="a checkpoint, a run's folder, `last`, an exported folder, or a hub name"
     )
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="NAME=VALUE",
+        help="settings of the run that it may not say alone: model.trust_remote_code=true",
+    )
     parser.add_argument("--system", help="the system message")
     parser.add_argument("--chat-template", help="file with a Jinja template")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
     options = parser.parse_args(arguments)
+    wrong = [word for word in options.settings if not _is_setting(word)]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     status: int = _module("cli.checkpoints").talk(options)
     return status
 
@@ -369,7 +378,7 @@ _WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false", "None": "n
 """What files and Python call these values: Hydra would read texts, and a text counts as true."""
 
 
-def in_settings(arguments: list[str], folder: Path) -> list[str]:
+def in_settings(arguments: list[str], folder: Path, *, command: str = "train") -> list[str]:
     """The command line with files and models by name as settings.
 
     `data=` and `model=` name a file of `conf/data` and `conf/model`. A value that names none and
@@ -398,7 +407,16 @@ def in_settings(arguments: list[str], folder: Path) -> list[str]:
             found += _data_settings(value, given, folder)
         else:
             found += _model_settings(value, folder)
-    return found
+    return for_export(found) if command == "export" else found
+
+
+def for_export(settings: Sequence[str]) -> list[str]:
+    """The settings of an export: model, module, adapters and tokenizer are the run's, if any.
+
+    So there is nothing yet that `model.dtype=...` could change: Hydra is told to add it.
+    """
+    parts = ("model.", "module.", "peft.", "data.tokenizer.")
+    return [f"++{each}" if each.startswith(parts) else each for each in settings]
 
 
 def _is_unread(key: str, arguments: list[str], folder: Path) -> bool:

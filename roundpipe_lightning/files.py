@@ -1,8 +1,13 @@
-"""Files and folders that are whole or not there, whatever stops the process that writes them."""
+"""Files and folders that are whole or not there, whatever stops the process that writes them.
+
+And text files of which each size is limited before it is read, since anybody may have written them.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
 import shutil
 import zipfile
@@ -11,11 +16,81 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import yaml
+
+from roundpipe_lightning.errors import ConfigurationError
 
 _MARK = ".tmp"
 _PIECE_BYTES = 1 << 22
 _ZIP_MAGIC = b"PK\x03\x04"
+_MOST_TEXT_BYTES = 4 << 20  # of a file of settings: lists of 50,000 files are shorter
+_MOST_LEVELS = 50
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file of names and plain values; no tag makes an object.
+
+    Raises:
+        ConfigurationError: It is not one, or is larger than settings are.
+        OSError: It cannot be read.
+    """
+    text = _limited_text(path)
+    try:
+        _check_levels(path, text)
+        return _mapping(path, yaml.load(text, Loader=_Loader))
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file with names and values; raises as `read_yaml`."""
+    text = _limited_text(path)
+    try:
+        return _mapping(path, json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path} is not JSON: {error}.") from error
+
+
+def _limited_text(path: Path) -> str:
+    with path.open("rb") as file:
+        content = file.read(_MOST_TEXT_BYTES + 1)
+    if len(content) > _MOST_TEXT_BYTES:
+        raise ConfigurationError(f"{path} is larger than the {_MOST_TEXT_BYTES >> 20} MiB allowed.")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path} is not UTF-8: {error}.") from error
+
+
+def _check_levels(path: Path, text: str) -> None:
+    """Refuse what grows while it is read: nine lines of aliases stand for 10 GB."""
+    level = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ConfigurationError(f"{path} has an alias (*{event.anchor}): write the value out.")
+        level += isinstance(event, yaml.CollectionStartEvent)
+        level -= isinstance(event, yaml.CollectionEndEvent)
+        if level > _MOST_LEVELS:
+            raise ConfigurationError(f"{path} is nested more than {_MOST_LEVELS} levels deep.")
+
+
+def _mapping(path: Path, content: object) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} must have names and values, not {str(content)[:40]!r}.")
+    return content
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """YAML 1.2's numbers: `1e9` is one, as it is for Hydra."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 
 
 def write_text(path: Path, text: str) -> None:

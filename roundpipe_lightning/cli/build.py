@@ -1,6 +1,7 @@
 """From a composed configuration to the objects of a run; nothing is written on the way."""
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from roundpipe_lightning.cli.callbacks import GracefulInterrupt, RunStatistics, 
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.objects import build, build_each, whole
 from roundpipe_lightning.cli.plan.answer import check_memory
+from roundpipe_lightning.cli.run_folder import find_run
 from roundpipe_lightning.data import (
     ClassificationDataModule,
     FileDataModule,
@@ -131,26 +133,29 @@ def _go_on_from(checkpoint: str | None, config: DictConfig) -> None:
 
     The jobs of a sweep begin runs of their own. Samples that are not that run's are said.
     """
-    folder = None if checkpoint is None or not config.train else run_folder(Path(checkpoint))
-    if folder is None:
+    if checkpoint is None or not config.train or "://" in checkpoint:
         return
-    earlier = OmegaConf.load(folder / "config.yaml")
-    before, now = (
-        {key: OmegaConf.select(each, f"data.{key}") for key in _SAMPLES}
-        for each in (earlier, config)
-    )
-    if before != now:
-        ours = [f"data.{key}={value}" for key, value in before.items() if value != now[key]]
+    earlier = find_run(Path(checkpoint))
+    if earlier is None:
+        return
+    samples: Any = OmegaConf.to_container(config.data, resolve=True)
+    differing = [
+        f"data.{key}={earlier.value(f'data.{key}')}"
+        for key in _SAMPLES
+        if earlier.value(f"data.{key}") != samples.get(key)
+    ]
+    if differing:
         sys.stderr.write(
             f"Warning: the run of ckpt_path={config.ckpt_path} trained on other samples "
-            f"({', '.join(ours)}). Set the same data if this one is to go on with them.\n"
+            f"({', '.join(differing)}). Set the same data if this one is to go on with them.\n"
         )
     if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
         return
     for name, node in (config.logger or {}).items():
         for key in _RUN_NAMES:
             if node is not None and key in node and node[key] is None:
-                node[key] = OmegaConf.select(earlier, f"logger.{name}.{key}")
+                identity = earlier.value(f"logger.{name}.{key}")
+                node[key] = identity if re.fullmatch(r"[\w.-]+", str(identity)) else None
 
 
 def log_settings(run: Run) -> None:
@@ -166,12 +171,6 @@ def log_settings(run: Run) -> None:
             logger.log_hyperparams(settings)
         if key is not None:
             node[key] = logger.version or None
-
-
-def run_folder(checkpoint: Path) -> Path | None:
-    """The folder of the run that wrote a checkpoint: the one with its configuration."""
-    folders = list(checkpoint.resolve().parents)[:2]
-    return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
 
 
 def find_checkpoint(config: DictConfig) -> str | None:

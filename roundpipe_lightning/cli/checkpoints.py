@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,15 +16,17 @@ from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from lightning.pytorch import LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from roundpipe_commands import EXIT_BAD_INPUT
+from roundpipe_commands import EXIT_BAD_INPUT, explain, for_export
 from roundpipe_lightning.checkpoint.compatibility import check_versions, left_out, load_state
 from roundpipe_lightning.checkpoint.folder import check_form, is_checkpoint_folder
 from roundpipe_lightning.checkpoint.io import read_checkpoint
-from roundpipe_lightning.cli.build import find_checkpoint, run_folder
+from roundpipe_lightning.cli.build import find_checkpoint
 from roundpipe_lightning.cli.objects import build, read_adapters, run_explained
+from roundpipe_lightning.cli.run_folder import SavedRun, find_run, is_run
 from roundpipe_lightning.cli.train import write_card
 from roundpipe_lightning.engine.device.host_memory import check_host_memory
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
@@ -59,27 +62,25 @@ def export(config: DictConfig) -> Path:
     if checkpoint is not None and checkpoint.is_dir():
         check_form(checkpoint)
     names = ("dtype", "merge", "overwrite", "max_shard_bytes", "original_layout")
-    tokenizer = config.tokenizer or _tokenizer_of_run(checkpoint)
+    run = None if checkpoint is None else find_run(checkpoint)
+    parts = _parts(config, run)
+    tokenizer = config.tokenizer or _tokenizer_of_run(parts["data.tokenizer"])
     options = ExportOptions(**{name: config[name] for name in names}, tokenizer=tokenizer)
-    folder = _output_folder(config, checkpoint)
+    folder = _output_folder(config, checkpoint, run)
     check_replaceable(folder, overwrite=options.overwrite)
     if config.push_to_hub is not None:
         make_repository(config.push_to_hub)
-    module = trained_module(config, checkpoint)
+    module = trained_module(parts, checkpoint)
     export_pretrained(find_pretrained(module, config.name), folder, options=options)
-    run = None if checkpoint is None else run_folder(checkpoint)
     if run is not None:
-        write_card(folder, run, name=config.push_to_hub)
+        write_card(folder, run.folder, name=config.push_to_hub)
     if config.push_to_hub is not None:
         sys.stdout.write(f"{push_folder(folder, config.push_to_hub)}\n")
     return folder
 
 
-def _tokenizer_of_run(checkpoint: Path | None) -> Any:
+def _tokenizer_of_run(source: DictConfig | None) -> Any:
     """The tokenizer that a run was trained with, its chat template included; None: not known."""
-    run = None if checkpoint is None else run_folder(checkpoint)
-    saved: Any = {} if run is None else OmegaConf.load(run / "config.yaml")
-    source = OmegaConf.select(saved, "data.tokenizer") if saved else None
     try:
         found = None if source is None else build(source)
         return found and getattr(found, "load_processor", found.load)()
@@ -91,14 +92,16 @@ def _tokenizer_of_run(checkpoint: Path | None) -> Any:
         return None
 
 
-def trained_module(config: DictConfig, checkpoint: Path | None) -> LightningModule:
-    """The module of a checkpoint, whose tensors stay in its file; None: of published weights."""
-    given = _with_run(config, checkpoint)
+def trained_module(parts: Mapping[str, Any], checkpoint: Path | None) -> LightningModule:
+    """The module of a checkpoint, whose tensors stay in its file; None: of published weights.
+
+    `parts` are those of `_parts`.
+    """
     if checkpoint is None:
-        return _build_module(given)
+        return _build_module(parts)
     content = read_checkpoint(checkpoint, map_location="cpu", weights_only=True)
     check_versions(content, path=checkpoint, form=CHECKPOINT_VERSION)
-    module = _build_module(given, has_base=not left_out(content))
+    module = _build_module(parts, has_base=not left_out(content))
     load_state(module, content, strict=True, assign=True)
     for part in module.modules():
         if hasattr(part, "tie_weights"):  # a model of transformers
@@ -107,7 +110,7 @@ def trained_module(config: DictConfig, checkpoint: Path | None) -> LightningModu
     return module
 
 
-def _output_folder(config: DictConfig, checkpoint: Path | None) -> Path:
+def _output_folder(config: DictConfig, checkpoint: Path | None, run: SavedRun | None) -> Path:
     if "://" in str(config.output_dir):
         raise ConfigurationError(
             f"output_dir={config.output_dir}: an export is a folder on this machine; copy it there."
@@ -119,42 +122,38 @@ def _output_folder(config: DictConfig, checkpoint: Path | None) -> Path:
             "ckpt_path=null: name a checkpoint, such as ckpt_path=last; or output_dir=..., a "
             "folder to write published weights to."
         )
-    run = run_folder(checkpoint)
-    return (checkpoint.parent if run is None else run) / "export"
+    return (checkpoint.parent if run is None else run.folder) / "export"
 
 
-def _with_run(config: DictConfig, checkpoint: Path | None) -> DictConfig:
-    """The configuration with what it leaves to the checkpoint's run filled in."""
-    run = None if checkpoint is None else run_folder(checkpoint)
-    filled = config.copy()
-    OmegaConf.set_struct(filled, False)
-    saved: Any = OmegaConf.create() if run is None else OmegaConf.load(run / "config.yaml")
-    for group in ("model", "module", "peft"):
-        given = filled.get(group) or {}
-        if "_target_" not in given:  # changes to the run's
-            if given and not OmegaConf.select(saved, f"{group}._target_"):
-                raise ConfigurationError(
-                    f"+{group}.{next(iter(given))}=...: the run of the checkpoint has no {group} "
-                    f"that it could change. Leave it out, or choose one with {group}=..."
-                )
-            filled[group] = OmegaConf.merge(saved.get(group) or {}, given) or None
-    if filled.model is None:
+def _parts(config: DictConfig, run: SavedRun | None) -> dict[str, Any]:
+    """The configurations of model, module, adapters and tokenizer: of the run, and as typed."""
+    typed: dict[str, Any] = {}
+    for group in ("model", "module", "peft", "data"):
+        node = OmegaConf.select(config, group)
+        typed[group] = {} if node is None else OmegaConf.to_container(node, resolve=True)
+        is_change = bool(typed[group]) and group != "data" and "_target_" not in typed[group]
+        if is_change and (run is None or run.value(f"{group}._target_") is None):
+            raise ConfigurationError(
+                f"{group}.{next(iter(typed[group]))}=...: the run of the checkpoint has no {group} "
+                f"that it could change. Leave it out, or choose one with {group}=..."
+            )
+    groups = (run or SavedRun(folder=Path(), settings={})).groups(typed)
+    if groups["model"] is None:
         raise ConfigurationError(
-            f"ckpt_path={config.ckpt_path}: there is no config.yaml of a run beside it that says "
-            "which model it is of. Name it to roundpipe-export: model=..., and peft=... if it has "
-            "adapters."
+            f"ckpt_path={config.ckpt_path}: it is in no folder of a run (run.json and config.yaml) "
+            "that says which model it is of. Name it: model=..., and peft=... if it has adapters."
         )
-    return filled
+    return {name: None if node is None else OmegaConf.create(node) for name, node in groups.items()}
 
 
-def _build_module(config: DictConfig, *, has_base: bool | None = None) -> LightningModule:
+def _build_module(parts: Mapping[str, Any], *, has_base: bool | None = None) -> LightningModule:
     """The module that is exported; without weights where a checkpoint has them all.
 
     `has_base` says whether the checkpoint has all weights; None: there is no checkpoint.
     """
-    source: ModelSource = build(config.model)
-    adapters = None if config.peft is None else read_adapters(config.peft)
-    make = CausalLanguageModule if config.module is None else build(config.module)
+    source: ModelSource = build(parts["model"])
+    adapters = None if parts["peft"] is None else read_adapters(parts["peft"])
+    make = CausalLanguageModule if parts["module"] is None else build(parts["module"])
     module: LightningModule = make(source, optimizer=torch.optim.SGD, adapters=adapters)
     if has_base is None and not source.is_pretrained:
         raise ConfigurationError(
@@ -184,7 +183,7 @@ def talk(options: argparse.Namespace) -> int:
             if not least <= (value := getattr(options, name)) < math.inf:
                 flag = name.replace("_", "-")
                 raise ConfigurationError(f"--{flag}={value} must be {least} or more.")
-        model, source = _load(options.model)
+        model, source = _load(options.model, options.settings)
         if options.chat_template is not None:
             source = replace(source, chat_template=options.chat_template)
         module = ChatModule(
@@ -215,20 +214,24 @@ def talk(options: argparse.Namespace) -> int:
     return 0
 
 
-def _load(name: str) -> tuple[Any, TokenizerSource]:
+def _load(name: str, settings: Sequence[str]) -> tuple[Any, TokenizerSource]:
     path = Path(name).expanduser()
-    is_run = path.is_file() or is_checkpoint_folder(path) or (path / "config.yaml").is_file()
-    if name == "last" or is_run:
-        with initialize_config_dir(str(config_folder()), version_base="1.3"):
-            config = compose("export", overrides=[f"ckpt_path={json.dumps(name)}"])
-        found = find_checkpoint(config)
-        assert found is not None
-        module = trained_module(config, Path(found))
+    if name == "last" or path.is_file() or is_checkpoint_folder(path) or is_run(path):
+        words = for_export([f"ckpt_path={json.dumps(name)}", *settings])
+        try:
+            with initialize_config_dir(str(config_folder()), version_base="1.3"):
+                config = compose("export", overrides=words)
+        except HydraException as error:
+            raise ConfigurationError(explain(error, "export", config_folder())) from error
+        checkpoint = Path(str(find_checkpoint(config)))
+        parts = _parts(config, find_run(checkpoint))
+        module = trained_module(parts, checkpoint)
         draw_buffers(module)
-        run = run_folder(Path(found))
-        saved: Any = None if run is None else OmegaConf.load(run / "config.yaml")
-        tokenizer = OmegaConf.select(saved, "data.tokenizer") if saved else None
-        return find_pretrained(module), build(tokenizer) or TokenizerSource()
+        return find_pretrained(module), build(parts["data.tokenizer"]) or TokenizerSource()
+    if settings:
+        raise ConfigurationError(
+            f"{settings[0]}: settings are for the checkpoint of a run, and {name} is none."
+        )
     adapter = path / "adapter_config.json"
     if not adapter.is_file():
         return _source(name).build(), TokenizerSource(name=name)

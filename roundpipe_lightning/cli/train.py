@@ -2,9 +2,11 @@
 
 import json
 import logging
+import re
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -32,8 +34,9 @@ from roundpipe_lightning.cli.build import (
 )
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
 from roundpipe_lightning.cli.objects import check_switch, run_explained, whole
-from roundpipe_lightning.errors import PlanError
-from roundpipe_lightning.files import write_text
+from roundpipe_lightning.cli.run_folder import SavedRun, line, mark_run
+from roundpipe_lightning.errors import ConfigurationError, PlanError
+from roundpipe_lightning.files import read_json, write_text
 from roundpipe_lightning.models.quantized import represented_values
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule
 from roundpipe_lightning.planning.cost.device_memory import size_text
@@ -190,6 +193,7 @@ def _save_config(run: Run) -> None:
     """Write what is run; an evaluation leaves what the training whose folder it is in has run."""
     path = Path(run.config.paths.output_dir) / "config.yaml"
     if run.config.train or not path.exists():
+        mark_run(path.parent)
         write_text(path, OmegaConf.to_yaml(run.config, resolve=True))
 
 
@@ -370,32 +374,32 @@ def write_card(folder: Path, run: Path, *, name: str | None = None) -> None:
     Paths of this machine are left out, since the folder is made to be published. `name` is that of
     the model on the hub; None: the folder's.
     """
-    config: Any = OmegaConf.load(run / "config.yaml")
-    summary = run / "summary.json"
-    figures = summary_rows(json.loads(summary.read_bytes()), unit="") if summary.exists() else []
+    saved = SavedRun.read(run)
     adapter = folder / "adapter_config.json"
     settings = json.loads(adapter.read_text("utf-8")) if adapter.is_file() else None
-    base = _public(config.model.get("hub_name"))
+    base = _public(saved.line("model.hub_name"))
+    learned = saved.line("module._target_") or ""
     header = {"library_name": "transformers" if settings is None else "peft"}
-    on_hub = "/" in (base or "")
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base or "") is not None
+    place = base if on_hub else "/path/to/" + re.sub(r"[^\w.-]", "_", base or "BASE")
     if base and on_hub:
         header["base_model"] = base
     serve, rank = _serve(settings)
-    if config.module["_target_"].endswith(("ClassificationModule", "RewardModule")):
+    if learned.endswith(("ClassificationModule", "RewardModule")):
         serve = _SERVE_SCORES
     else:
-        sees = config.module["_target_"].endswith("VisionLanguageModule")
+        sees = learned.endswith("VisionLanguageModule")
         header["pipeline_tag"] = "image-text-to-text" if sees else "text-generation"
-    files = config.data.get("files") or ()
-    names = [_public(str(file)) or "" for file in ([files] if isinstance(files, str) else files)]
+    files = saved.value("data.files") or ()
+    names = [str(_public(line(file))) for file in ([files] if isinstance(files, str) else files)]
     title = (name or folder.resolve().name).rpartition("/")[2]
     rows = [
         ("Base", base or "random weights"),
-        ("Learned", config.module["_target_"].rpartition(".")[2]),
-        ("Data", ", ".join(names) or config.data["_target_"]),
-        *figures,
+        ("Learned", learned.rpartition(".")[2]),
+        ("Data", ", ".join(names) or saved.line("data._target_")),
+        *_figures(run / "summary.json"),
         *(
-            (key, str(OmegaConf.select(config, key)))
+            (key, saved.line(key))
             for key in ("data.seq_len", "data.batch_size", "optimizer.lr", "trainer.precision")
         ),
     ]
@@ -418,12 +422,22 @@ def write_card(folder: Path, run: Path, *, name: str | None = None) -> None:
             here=title if name else ".",
             download=f"hf download {name} --local-dir {title}\n" if name else "",
             name=title,
-            base=base if on_hub else f"/path/to/{base or 'BASE'}",
-            get=f"hf download {base} --local-dir" if on_hub else f"ln -s /path/to/{base or 'BASE'}",
+            base=place,
+            get=f"hf download {place} --local-dir" if on_hub else f"ln -s {place}",
             rank=rank,
         ),
     ]
     write_text(folder / "README.md", "\n".join(lines) + "\n")
+
+
+def _figures(path: Path) -> list[tuple[str, str]]:
+    """The rows of a run's summary, which a run that has not ended has none of."""
+    try:
+        return summary_rows(read_json(path), unit="") if path.exists() else []
+    except (ConfigurationError, LookupError, TypeError, ValueError) as error:
+        reason = str(error) if isinstance(error, ConfigurationError) else f"{path}: {error!r}"
+        warnings.warn(f"The card has no figures of the run: {reason}", stacklevel=2)
+        return []
 
 
 def _plan(path: Path) -> list[str]:

@@ -74,7 +74,7 @@ def test_it_answers_as_transformers_does(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    name = str(base)
+    name, typed = str(base), []
     if kind == "codes":
         save_packed(base)
     expected: Any = AutoModelForCausalLM.from_pretrained(base)
@@ -91,6 +91,7 @@ def test_it_answers_as_transformers_does(
         pretrained = (f"model.hub_name={base}", "model.weights=pretrained")
         chats = ("data=chat", f"data.files=[{CHATS}]", f"data.tokenizer.chat_template={file}")
         small = [each for each in SMALL if "data.text" not in each and "seq_len" not in each]
+        typed = [pretrained[0], chats[-1]]
         words = [*small, f"paths.output_dir={name}", *pretrained, *chats, "callbacks=export"]
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             train(compose("train", overrides=[*words, "optimizer.lr=0.1"]))
@@ -105,7 +106,7 @@ def test_it_answers_as_transformers_does(
 
     monkeypatch.setattr(builtins, "input", ask)
     capsys.readouterr()
-    assert main([name, f"--max-new-tokens={NUM_TOKENS}"]) == 0
+    assert main([name, *typed, f"--max-new-tokens={NUM_TOKENS}"]) == 0
     assert capsys.readouterr().out == answers(expected, template)
 
 
@@ -163,6 +164,10 @@ def test_what_cannot_be_talked_to_is_explained(
     with pytest.raises(SystemExit, match="2"):
         main([str(base), "and", "more"])
     assert capsys.readouterr().err.startswith("Error: unrecognized arguments: and more. See ")
+    assert main([str(base), "model.dtype=float32"]) == 2
+    assert (
+        "model.dtype=float32: settings are for the checkpoint of a run" in capsys.readouterr().err
+    )
     assert not torch.is_inference_mode_enabled()
     model: Any = ModelSource(architecture=ARCHITECTURE).build()
     module = ChatModule(model, byte_level_tokenizer(), write=str)

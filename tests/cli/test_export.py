@@ -89,7 +89,8 @@ def test_the_tokenizer_of_the_run_goes_along(run: Path, tmp_path: Path) -> None:
     target = "roundpipe_lightning.modules.TokenizerSource"
     config.data.tokenizer = {"_target_": target, "name": None, "chat_template": str(template)}
     OmegaConf.save(config, run / "config.yaml")
-    tokenizer = AutoTokenizer.from_pretrained(run_export(f"ckpt_path={checkpoint_of(run)}"))
+    typed = f"++data.tokenizer.chat_template={template}"
+    tokenizer = AutoTokenizer.from_pretrained(run_export(f"ckpt_path={checkpoint_of(run)}", typed))
     message = {"role": "user", "content": "One?"}
     assert tokenizer.apply_chat_template([message], tokenize=False) == "One?"
     assert tokenizer.decode(tokenizer("One?").input_ids) == "One?"
@@ -102,7 +103,8 @@ def test_the_file_of_sentencepiece_goes_along(run: Path, tmp_path: Path) -> None
     target = "roundpipe_lightning.modules.TokenizerSource"
     config.data.tokenizer = {"_target_": target, "name": str(tmp_path / "mine")}
     OmegaConf.save(config, run / "config.yaml")
-    folder = run_export(f"ckpt_path={checkpoint_of(run)}")
+    typed = f"++data.tokenizer.name={tmp_path / 'mine'}"
+    folder = run_export(f"ckpt_path={checkpoint_of(run)}", typed)
     assert (folder / "tokenizer.model").read_bytes() == b"pieces"
     assert (folder / "tokenizer.json").is_file()
 
@@ -123,15 +125,15 @@ def test_an_adapter_of_a_run(tmp_path: Path, frozen_weights: str) -> None:
         "peft.r=2",
         "optimizer.lr=0.1",
     )
-    checkpoint = f"ckpt_path={checkpoint_of(run)}"
-    adapter = run_export(checkpoint)
+    checkpoint = (f"ckpt_path={checkpoint_of(run)}", f"++model.hub_name={tmp_path / 'base'}")
+    adapter = run_export(*checkpoint)
     assert (adapter / "adapter_config.json").is_file()
     loaded = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"), adapter
     )
     assert not torch.equal(logits(loaded), logits(base))
     changed = ("merge=true", "+model.frozen_weights=mmap")
-    merged = run_export(checkpoint, *changed, f"output_dir={tmp_path / 'merged'}")
+    merged = run_export(*checkpoint, *changed, f"output_dir={tmp_path / 'merged'}")
     whole = AutoModelForCausalLM.from_pretrained(merged)
     assert torch.equal(logits(whole), logits(loaded.merge_and_unload()))
 
@@ -186,7 +188,7 @@ def test_the_checkpoint_of_another_model(run: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "error", "message"),
     [
-        (["ckpt_path={alone}"], ConfigurationError, r"no config\.yaml of a run beside it"),
+        (["ckpt_path={alone}"], ConfigurationError, r"is in no folder of a run"),
         (["model=tiny"], ConfigurationError, r"ckpt_path=null: name a checkpoint"),
         (
             ["ckpt_path={good}", "output_dir=s3://x"],
@@ -205,7 +207,7 @@ def test_the_checkpoint_of_another_model(run: Path) -> None:
             CheckpointError,
             r"no earlier export",
         ),
-        (["ckpt_path={good}", "+peft.r=3"], ConfigurationError, r"^\+peft\.r=.* has no peft that"),
+        (["ckpt_path={good}", "+peft.r=3"], ConfigurationError, r"^peft\.r=.* has no peft that"),
         (["ckpt_path={short}"], CheckpointError, r"short\.ckpt"),
         (["ckpt_path={other}"], CheckpointError, r"is no checkpoint of Lightning"),
         (["ckpt_path={hub}"], CheckpointError, r"is a folder of Hugging Face, not a checkpoint"),

@@ -54,6 +54,7 @@ SUMMARY_KEYS = {
 
 RUN_FILES = {
     "config.yaml",
+    "run.json",
     "metrics.csv",
     "plan.json",
     "checkpoints/last.ckpt",

@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
-from roundpipe_lightning.errors import HardwareError
+from roundpipe_lightning.errors import ConfigurationError, HardwareError
+from roundpipe_lightning.files import read_yaml
 
 RESERVED_BYTES = 384 * 2**20
 """Memory that a device's runtime takes for itself: the context, its libraries, their workspaces."""
@@ -465,10 +464,9 @@ def _read(path: Path) -> dict[str, Any]:
 @functools.lru_cache(maxsize=100)
 def _parsed(path: Path, _changed: int) -> dict[str, Any]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise HardwareError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
-    return _mapping(str(path), content)
+        return {str(key): value for key, value in read_yaml(path).items()}
+    except ConfigurationError as error:
+        raise HardwareError(str(error)) from error
 
 
 def _mapping(name: str, value: object) -> dict[str, Any]:
@@ -491,14 +489,3 @@ def _make(kind: type[T], figures: Mapping[str, Any], *, prefix: str) -> T:
     if missing:
         raise HardwareError(f"missing figures: {', '.join(missing)}.")
     return kind(**figures)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers: `1e9` is one, as it is for Hydra."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)

@@ -1,0 +1,254 @@
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import roundpipe_commands
+from roundpipe_lightning.cli.checkpoints import export
+from roundpipe_lightning.cli.run_folder import SavedRun, find_run, mark_run
+from roundpipe_lightning.errors import ConfigurationError
+from roundpipe_lightning.modules.source import byte_level_tokenizer
+from tests.kit.programs import run_program
+from tests.kit.runs import composed, train_small
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train_small(folder, "trainer.max_steps=1", "validate=false")
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def plant(run: Path, key: str, value: Any) -> None:
+    """Write a value into a run's settings, as somebody else might."""
+    path = run / "config.yaml"
+    settings = yaml.safe_load(path.read_text())
+    node = settings
+    *groups, name = key.split(".")
+    for group in groups:
+        node = node.setdefault(group, {})
+    node[name] = value
+    path.write_text(yaml.safe_dump(settings))
+
+
+class Bomb:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def planted_code(folder: Path, marker: Path) -> Path:
+    """A folder of a model and of a tokenizer whose code makes a marker, and a pickle that does."""
+    folder.mkdir()
+    classes = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": classes}))
+    tokenizer = {"auto_map": {"AutoTokenizer": ["evil.T", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (folder / "evil.py").write_text(
+        f"import os; os.mkdir({str(marker)!r})\n"
+        "from transformers import PreTrainedConfig\n"
+        "class C(PreTrainedConfig):\n    model_type = 'evil'\n"
+        "class M: pass\nclass T: pass\n"
+    )
+    (folder / "x.pkl").write_bytes(pickle.dumps(Bomb(marker)))
+    return folder
+
+
+OURS = "roundpipe_lightning.modules."
+PLANTED: dict[str, tuple[str, Any]] = {
+    "a trusted model": (
+        "model",
+        {
+            "_target_": f"{OURS}ModelSource",
+            "architecture": {},
+            "hub_name": "{evil}",
+            "weights": "pretrained",
+            "trust_remote_code": True,
+        },
+    ),
+    "a trusted tokenizer": (
+        "data.tokenizer",
+        {"_target_": f"{OURS}TokenizerSource", "name": "{evil}", "trust_remote_code": True},
+    ),
+    "options of a model": ("model.pretrained_options", {"trust_remote_code": True, "x": 1}),
+    "a pickle": ("model", {"_target_": "torch.load", "f": "{evil}/x.pkl", "weights_only": False}),
+    "a pickle of pandas": (
+        "model",
+        {"_target_": "pandas.read_pickle", "filepath_or_buffer": "{evil}/x.pkl"},
+    ),
+    "a removal": ("module", {"_target_": "shutil.rmtree", "path": "{evil}", "_partial_": False}),
+    "a class in a list": (
+        "model.unmatched_tensors",
+        [{"_target_": "os.mkdir", "path": "{marker}"}],
+    ),
+    "a class in an architecture": (
+        "model.architecture.x",
+        {"_target_": "os.mkdir", "path": "{marker}"},
+    ),
+    "positions": ("model._args_", ["x"]),
+    "a kernel of a repository": ("model.attention", "evil/kernel"),
+    "a kernel in an architecture": ("model.architecture.attn_implementation", "evil/kernel"),
+    "the environment": ("model.hub_name", "${oc.env:SECRET}"),
+    "a template elsewhere": ("data.tokenizer.chat_template", "{evil}/evil.py"),
+    "a module of peft": (
+        "peft",
+        {"_target_": "peft.LoraConfig", "megatron_config": {"a": 1}, "megatron_core": "evil"},
+    ),
+    "a tokenizer of peft": (
+        "peft",
+        {
+            "_target_": "peft.PromptTuningConfig",
+            "tokenizer_name_or_path": "{evil}",
+            "tokenizer_kwargs": {"trust_remote_code": True},
+        },
+    ),
+    "an adapter elsewhere": ("peft", {"_target_": "peft.LoraConfig", "adapter": "{evil}"}),
+}
+
+
+def filled(value: Any, **names: Path) -> Any:
+    text = json.dumps(value)
+    for name, path in names.items():
+        text = text.replace(f"{{{name}}}", str(path))
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_nothing_that_a_run_says_is_obeyed(
+    run: Path, tmp_path: Path, planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker, output = tmp_path / "ran", tmp_path / "out"
+    evil = planted_code(tmp_path / "evil", marker)
+    monkeypatch.setenv("SECRET", "hf_secret")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    key, value = PLANTED[planted]
+    plant(run, key, filled(value, evil=evil, marker=marker))
+    with pytest.raises(ConfigurationError, match=r"config\.yaml: .* type it again: ") as refused:
+        export(composed("export", f"ckpt_path={run}", f"output_dir={output}"))
+    assert "hf_secret" not in str(refused.value)
+    done = run_program(lambda: roundpipe_commands.chat([str(run)]), tmp_path)
+    assert "type it again" in done.stderr
+    assert not marker.exists()
+    assert evil.exists()
+    assert not output.exists()
+
+
+def test_what_is_typed_again_is_obeyed(run: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}!{% endfor %}")
+    plant(run, "data.tokenizer", {"_target_": f"{OURS}TokenizerSource", "name": None})
+    plant(run, "data.tokenizer.chat_template", str(template))
+    words = (f"ckpt_path={run}", f"output_dir={tmp_path / 'out'}")
+    done = run_program(roundpipe_commands.export, tmp_path, *words)
+    assert done.returncode == 2
+    again = done.stderr.rpartition("type it again: ")[2].strip()
+    assert again == f"data.tokenizer.chat_template={template}"
+    done = run_program(roundpipe_commands.export, tmp_path, *words, again)
+    assert done.returncode == 0, done.stderr
+    saved = (tmp_path / "out" / "chat_template.jinja").read_text()
+    assert saved == template.read_text()
+
+
+def test_what_is_inside_the_folder_is_the_run_s(run: Path) -> None:
+    byte_level_tokenizer().save_pretrained(run / "tokenizer")
+    plant(run, "data.tokenizer", {"_target_": f"{OURS}TokenizerSource"})
+    plant(run, "data.tokenizer.name", str(run / "tokenizer"))
+    folder = export(composed("export", f"ckpt_path={run}"))
+    assert (folder / "tokenizer.json").is_file()
+
+
+OWN = """
+from roundpipe_lightning.modules import CausalLanguageModule
+
+class Focal(CausalLanguageModule):
+    def __init__(self, source, *, gamma=1.0, **options):
+        super().__init__(source, **options)
+        print(f"gamma {gamma}")
+"""
+
+
+def test_a_class_of_ones_own_is_named(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stranger_module.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    plant(run, "module", {"_target_": "stranger_module.Focal", "_partial_": True, "gamma": 2.5})
+    words = (f"ckpt_path={run}", f"output_dir={tmp_path / 'out'}")
+    done = run_program(roundpipe_commands.export, tmp_path, *words)
+    assert done.returncode == 2
+    assert "type it again: module._target_=stranger_module.Focal\n" in done.stderr
+    done = run_program(
+        roundpipe_commands.export, tmp_path, *words, "module._target_=stranger_module.Focal"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gamma 2.5" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[1]\n", "names and values"),
+        (b"a: [\n", "is not YAML"),
+        (b"\xff\xfe\xfa", "is not UTF-8"),
+        (b"a: " + b"[" * 3000 + b"]" * 3000, "levels deep"),
+        (b"a: &a [1, 1]\nb: *a\n", r"has an alias \(\*a\)"),
+        (b"a: !!python/object/apply:os.getcwd []\n", "is not YAML"),
+        (b"model: 3\n", "model has no class"),
+        (b"x: " + b"y" * (5 << 20), "larger than the 4 MiB"),
+    ],
+)
+def test_a_config_that_is_none_is_a_sentence(run: Path, content: bytes, message: str) -> None:
+    (run / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigurationError, match=rf"config\.yaml.*{message}"):
+        export(composed("export", f"ckpt_path={run}"))
+
+
+def test_a_run_is_known_by_its_own_file(run: Path, tmp_path: Path) -> None:
+    """A `config.yaml` two folders up may be anybody's."""
+    last = tmp_path / "shared" / "mine" / "last.ckpt"
+    last.parent.mkdir(parents=True)
+    shutil.copy(run / "checkpoints" / "last.ckpt", last)
+    for name in ("config.yaml", "run.json"):
+        shutil.copy(run / name, last.parents[1] / name)
+    assert find_run(last) is None
+    shutil.copy(run / "config.yaml", last.parent / "config.yaml")
+    assert find_run(last) is None
+    mark_run(last.parent)
+    saved = find_run(last)
+    assert saved is not None
+    assert saved.folder == last.parent
+    checkpoint = find_run(run / "checkpoints" / "last.ckpt")
+    assert checkpoint is not None
+    assert checkpoint.folder == run
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="changes owners")
+def test_a_run_of_somebody_else_is_not_the_checkpoint_s(run: Path) -> None:
+    os.chown(run / "config.yaml", 12345, -1)
+    assert find_run(run / "checkpoints" / "last.ckpt") is None
+
+
+def test_a_card_shows_no_code(run: Path) -> None:
+    plant(run, "model.hub_name", "x\n---\n; rm -rf ~")
+    plant(run, "data.files", ["a|b\n# heading", "\x1b]0;title\x07"])
+    assert SavedRun.read(run).line("model.hub_name") == "x --- ; rm -rf ~"
+    (run / "summary.json").write_text("[]")
+    words = ("model.hub_name=null", "data.tokenizer.name=null")
+    with pytest.warns(UserWarning, match=r"summary\.json must have names and values"):
+        folder = export(composed("export", f"ckpt_path={run}", *(f"++{word}" for word in words)))
+    card = (folder / "README.md").read_text()
+    assert "\x1b" not in card
+    assert "; rm" not in card.partition("## Serve it")[2]
+    assert "# heading" not in card.splitlines()
