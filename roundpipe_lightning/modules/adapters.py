@@ -34,6 +34,14 @@ _NOT_SETTINGS = frozenset(
 )
 
 
+_HARMLESS = {
+    "megatron_config": None,  # imports the module that `megatron_core` names
+    "tokenizer_kwargs": None,  # may say trust_remote_code
+    "prompt_tuning_init": "RANDOM",  # as a text, it is read with a tokenizer of any name
+}
+"""Fields of a saved adapter whose use runs code, with what they are set to: its values are saved."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
     """A method of peft with its settings, and the saved adapter to start from, if any.
@@ -208,6 +216,8 @@ def _load_adapter(model: PreTrainedModel, source: str, *, method: str) -> PeftMo
             "was chosen. Choose the group entry of that method, for example peft=lora."
         )
     config.inference_mode = False
+    for name in _HARMLESS.keys() & vars(config):
+        setattr(config, name, _HARMLESS[name])
     with _quiet():
         try:
             adapted = cast("PeftModel", peft.get_peft_model(model, config))

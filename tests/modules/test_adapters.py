@@ -1,4 +1,5 @@
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.source import Head
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule, ModelSource
 from roundpipe_lightning.modules import adapters as adapters_module
-from roundpipe_lightning.modules.adapters import peft_config
+from roundpipe_lightning.modules.adapters import peft_config, saved_adapters
 from roundpipe_lightning.modules.source import TokenizerSource, byte_level_tokenizer
 from tests.kit.architectures import TINY
 
@@ -356,3 +357,29 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         TokenizerSource(name=str(tmp_path)).load()
     with pytest.raises(ConfigurationError, match=r"num_tokens=258 has no room"):
         byte_level_tokenizer(num_tokens=258)
+
+
+@pytest.mark.parametrize("source", ["adapter", "chat"])
+def test_a_saved_adapter_runs_no_code(source: str, tmp_path: Path) -> None:
+    marker, folder, tokenizer = tmp_path / "ran", tmp_path / "adapter", tmp_path / "tokenizer"
+    config = peft_config("peft.PromptTuningConfig", {"num_virtual_tokens": 2})
+    Adapters(config=config).apply(tiny()).save_pretrained(folder)
+    tokenizer.mkdir()
+    (tokenizer / "evil.py").write_text(f"import os; os.mkdir({str(marker)!r})\nclass T: pass\n")
+    (tokenizer / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["evil.T", None]}})
+    )
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    settings |= {
+        "prompt_tuning_init": "TEXT",
+        "prompt_tuning_init_text": "x",
+        "tokenizer_name_or_path": str(tokenizer),
+        "tokenizer_kwargs": {"trust_remote_code": True},
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    adapters = saved_adapters(str(folder))
+    if source == "adapter":
+        adapters = Adapters(config=config, adapter=str(folder))
+    model = adapters.apply(tiny())
+    assert isinstance(model, PeftModel)
+    assert not marker.exists()
