@@ -509,7 +509,10 @@ def load_file(
         content.seek(0)
     try:
         return torch.load(
-            content or file, map_location=map_location, weights_only=weights_only, mmap=mmap
+            content or file,
+            map_location=map_location,
+            weights_only=weights_only is not False,  # None is what the caller does not decide
+            mmap=mmap,
         )
     except OSError:
         raise

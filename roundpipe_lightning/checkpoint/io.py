@@ -13,6 +13,7 @@ last.ckpt            3. renamed onto it (atomic); on an error the temporary file
 
 from __future__ import annotations
 
+import errno
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -20,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeAlias, get_args
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
@@ -147,14 +149,27 @@ class RoundPipeCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Read a checkpoint of any strategy, of either form; by default into host memory.
 
+        From an address it is copied to a temporary file first, and read as a local one is.
+
+        Args:
+            weights_only: As in `torch.load`; None is True, from an address as well.
+
         Raises:
             FileNotFoundError: There is nothing at `path`.
-            CheckpointError: The checkpoint is truncated or damaged, or is none.
+            CheckpointError: The checkpoint is truncated or damaged, or is none, or cannot be
+                reached, or holds objects that `weights_only` forbids.
         """
+        options = {"map_location": map_location, "weights_only": weights_only}
         local_path = _local_path(path)
-        if local_path is None:
-            return super().load_checkpoint(path, map_location, weights_only)
-        return read_checkpoint(local_path, map_location=map_location, weights_only=weights_only)
+        if local_path is not None:
+            return read_checkpoint(local_path, **options)
+        with TemporaryDirectory(prefix="roundpipe_", ignore_cleanup_errors=True) as folder:
+            copied = Path(folder) / "fetched.ckpt"
+            _fetch(str(path), copied)
+            try:
+                return read_checkpoint(copied, **options)
+            except CheckpointError as error:
+                raise CheckpointError(str(error).replace(str(copied), str(path))) from error
 
 
 class RoundPipeAsyncCheckpointIO(RoundPipeCheckpointIO):
@@ -298,6 +313,24 @@ def _write(path: Path, content: Part | Sequence[Record], *, take: TakeStorage) -
             f"The checkpoint {path} could not be written: {error.strerror or error}. "
             "What was there before is untouched. Free some space or choose another folder "
             "(ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...))."
+        ) from error
+
+
+def _fetch(address: str, file: Path) -> None:
+    """Copy a file from an address; what an earlier one of that name was is not looked up.
+
+    Raises as `load_checkpoint`.
+    """
+    try:
+        files, path = url_to_fs(address)
+        files.get_file(path, str(file))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"Checkpoint file not found: {address}") from error
+    except Exception as error:
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        room = f" Set TMPDIR to a folder with room: {file.parent} is full." if is_full else ""
+        raise CheckpointError(
+            f"The checkpoint {address} cannot be fetched: {type(error).__name__}: {error}.{room}"
         ) from error
 
 

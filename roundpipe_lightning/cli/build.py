@@ -96,6 +96,11 @@ def build_run(config: DictConfig) -> Run:
     check_folders(config)
     settings, strategy = config.trainer.copy(), job.new_strategy()
     extra: dict[str, Any] = {}
+    if strategy is None and str(checkpoint).startswith("http"):
+        raise ConfigurationError(
+            f"ckpt_path={checkpoint}: Lightning's own strategies keep what an address had before "
+            "under the file's name. Copy it to this machine first."
+        )
     if strategy is not None:
         del settings.strategy
         extra["strategy"] = strategy

@@ -124,8 +124,10 @@ def _run_stages(run: Run, metrics: dict[str, float]) -> None:
     """Fit, validate and test as configured; `metrics` receives what they measured."""
     config, trainer = run.config, run.trainer
     checkpoint = run.checkpoint
+    # said for Lightning's own strategies, which take None for False where an address is given
+    plain: Any = {"datamodule": run.data, "weights_only": True}
     if config.train:
-        trainer.fit(run.module, datamodule=run.data, ckpt_path=checkpoint)
+        trainer.fit(run.module, ckpt_path=checkpoint, **plain)
         if checkpoint is not None and not run.statistics.num_steps:
             sys.stderr.write(
                 f"Warning: nothing was trained: {checkpoint} is of step {trainer.global_step}. "
@@ -140,10 +142,10 @@ def _run_stages(run: Run, metrics: dict[str, float]) -> None:
     if is_asked:
         return
     if config.validate and run.statistics.validated_step != trainer.global_step:
-        trainer.validate(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
+        trainer.validate(run.module, ckpt_path=checkpoint, verbose=False, **plain)
         _keep_metrics(run, metrics)
     if config.test:
-        trainer.test(run.module, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
+        trainer.test(run.module, ckpt_path=checkpoint, verbose=False, **plain)
         _keep_metrics(run, metrics)
 
 

@@ -39,7 +39,7 @@ _HARMLESS = {
     "tokenizer_kwargs": None,  # may say trust_remote_code
     "prompt_tuning_init": "RANDOM",  # as a text, it is read with a tokenizer of any name
 }
-"""Fields of a saved adapter whose use runs code, with what they are set to: its values are saved."""
+"""Fields of a saved adapter whose use runs code, and values that do not; its weights are saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
