@@ -14,7 +14,6 @@ import io
 import json
 import logging
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -23,6 +22,10 @@ from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
+
+from hydra.core.utils import JobStatus
+from hydra.experimental.callback import Callback
+from typing_extensions import override
 
 EXIT_ERROR = 1
 """Exit status after an error that names its cause."""
@@ -103,6 +106,7 @@ def _launch(name: str) -> None:
 
     def job(config: Any) -> Any:
         from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
 
         sys.stderr = screen
         screen.write(errors.getvalue())
@@ -117,7 +121,8 @@ def _launch(name: str) -> None:
         )
         result = _module(f"cli.{_MODULES.get(name, name)}").run(config)
         jobs[-1]["status"] = result if isinstance(result, int) else 0
-        return None if isinstance(result, int) else result
+        is_sweep = about.mode is RunMode.MULTIRUN
+        return None if is_sweep and isinstance(result, int) else result
 
     try:
         sys.stderr = errors  # until the first job begins: Hydra explains itself at length
@@ -141,11 +146,48 @@ def _launch(name: str) -> None:
         screen.write(errors.getvalue())
     _compare(jobs)
     statuses = [entry["status"] for entry in jobs]
-    if statuses in ([EXIT_BAD_INPUT], [EXIT_DOES_NOT_FIT]):
-        _remove_run(Path(jobs[0]["folder"]))
     status = EXIT_ERROR if EXIT_ERROR in statuses else max(statuses, default=0)
     if status:
         sys.exit(status)
+
+
+class RunFolder(Callback):
+    """Removes what a refused command has put into its folder, which may be a person's own.
+
+    Hydra makes the folder and writes into it before the command has read a setting.
+    """
+
+    def __init__(self) -> None:
+        self._entries: set[str] | None = None
+        self._new_folders: list[Path] = []
+
+    @override
+    def on_run_start(self, config: Any, **_: Any) -> None:
+        folder = Path(config.hydra.run.dir).absolute()
+        self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+        self._entries = set() if self._new_folders else {path.name for path in folder.iterdir()}
+
+    @override
+    def on_run_end(self, config: Any, **options: Any) -> None:
+        job_return = options["job_return"]
+        if self._entries is None or job_return.status is not JobStatus.COMPLETED:
+            return
+        status = job_return.return_value  # or a metric, which may be 2.0
+        if not isinstance(status, int) or status not in (EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT):
+            return
+        folder = Path(config.hydra.runtime.output_dir)
+        log = Path(config.hydra.job_logging.handlers.file.filename).name
+        new = {path.name for path in folder.iterdir()} - self._entries
+        if not new <= {".hydra", log, "config.yaml", "run.json"}:
+            return  # it was refused after it had begun: what it has done stays
+        logging.shutdown()
+        hydra_files = ("config.yaml", "hydra.yaml", "overrides.yaml") if ".hydra" in new else ()
+        for name in (*(f".hydra/{file}" for file in hydra_files), *(new - {".hydra"})):
+            with suppress(OSError):
+                (folder / name).unlink()
+        for path in ([folder / ".hydra"] if ".hydra" in new else []) + self._new_folders:
+            with suppress(OSError):  # in use, or gone: another command was refused
+                path.rmdir()
 
 
 train = partial(_launch, "train")
@@ -467,21 +509,6 @@ def name_machines(folder: Path) -> None:
         for count in (1, 2, 3, 4, 5, 6, 7, 8, 16):
             node = {"defaults": [device, "_self_"], "devices": count}
             ConfigStore.instance().store(group="hardware", name=f"{device}x{count}", node=node)
-
-
-def _remove_run(folder: Path) -> None:
-    """Remove the folder of a run that was refused, if it has settings and a log alone."""
-    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    ours = (".log", ".yaml")
-    if any(file.parts[0] != ".hydra" and file.suffix not in ours for file in files):
-        return
-    logging.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
-    here = Path.cwd()
-    for parent in folder.parents:
-        if here in parent.parents:
-            with suppress(OSError):  # in use, or gone: another command was refused
-                parent.rmdir()
 
 
 def _config_folder() -> Path:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -538,13 +539,39 @@ def test_rows_of_a_monitor(
     assert monitored_rows([PlanReport()]) == []
 
 
-def test_a_refused_run_whose_parents_another_has_removed_ends_as_it_would_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    runs = tmp_path / "logs" / "plan" / "runs"
-    commands._remove_run(runs / "gone")
+def test_a_refused_run_leaves_what_others_have_put_beside_it(tmp_path: Path) -> None:
+    runs = tmp_path / "logs" / "train" / "runs"
     (runs / "other").mkdir(parents=True)
-    (runs / "refused").mkdir()
-    commands._remove_run(runs / "refused")
+    run_here(tmp_path, "data.batch_size=0", status=2)
     assert [path.name for path in runs.iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (commands.train, ["data.batch_size=0"]),
+        (commands.data, ["data=nothing/here.jsonl"]),
+        (commands.export, ["ckpt_path=none.ckpt"]),
+        (commands.plan, ["data.batch_size=0"]),
+    ],
+)
+@pytest.mark.parametrize("is_current", [True, False])
+def test_a_refused_run_leaves_a_folder_of_ones_own(
+    tmp_path: Path,
+    program: Callable[[], object],
+    words: list[str],
+    is_current: bool,
+) -> None:
+    """Files that look like those of a run, too; nothing of the command stays."""
+    mine = tmp_path / "mine"
+    (mine / "sub").mkdir(parents=True)
+    (mine / "empty").mkdir()
+    for name in ("experiment.yaml", "results.log", "sub/k8s.yaml", "config.yaml", "run.json"):
+        (mine / name).write_text("mine")
+    (mine / "link").symlink_to(tmp_path / "not_there")
+    before = sorted(mine.rglob("*"))
+    here = mine if is_current else tmp_path
+    done = run_program(program, here, f"hydra.run.dir={'.' if is_current else mine}", *words)
+    assert done.returncode == 2, done.stderr
+    assert sorted(mine.rglob("*")) == before
+    assert all(path.read_text() == "mine" for path in before if path.is_file())
