@@ -1,0 +1,291 @@
+"""Calls of blocks: how each is run, as far as that is known before it runs.
+
+```
+first call of a class of blocks    tried on a few rows (`rows.py`): a form, or why there is none
+another call, sizes seen before    form from the cache; the driver does not wait
+another call, new sizes            rows from the cache, sizes from the first microbatch
+rows mixed                         one microbatch, sizes from it
+no block at all                    run by the driver, on the whole batch
+```
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from roundpipe_lightning.engine.driver.calls import is_plain
+from roundpipe_lightning.engine.driver.context import CallContext
+from roundpipe_lightning.engine.driver.forms import CallForm, Rows, TensorForm
+from roundpipe_lightning.engine.driver.lazy import LazyTensor
+from roundpipe_lightning.engine.driver.outcome import Outcome
+from roundpipe_lightning.engine.driver.rows import (
+    LazyArgument,
+    MixedRowsError,
+    find_form,
+    form_key,
+)
+from roundpipe_lightning.engine.driver.snapshot import Snapshot
+
+RunReplica = Callable[[Snapshot, tuple[Any, ...], dict[str, Any]], Outcome]
+"""Runs a block once in the driver's thread, on a replica."""
+
+
+class WholeBatchWarning(UserWarning):
+    """A block's rows are not independent: it runs on the whole batch, on one worker at a time."""
+
+
+class DriverBlockWarning(UserWarning):
+    """A module among the blocks cannot run on workers: it runs where user code runs."""
+
+
+class NotABlockError(MixedRowsError):
+    """A call cannot be made on a worker at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """What is known of a call of a block.
+
+    Attributes:
+        form: Its form; without results, where the first microbatch will tell their sizes.
+        num_rows: Rows of the batch.
+        result_rows: Where results have rows, by the leaves of the results; None: not known.
+        reason: Why the block runs in the driver; empty: it does not.
+    """
+
+    form: CallForm
+    num_rows: int
+    result_rows: tuple[Any, ...] | None = None
+    reason: str = ""
+
+
+class BlockForms:
+    """Forms of the calls that have been seen. Thread: the Trainer's.
+
+    Args:
+        run_replica: Runs a block on a few rows.
+        trusts_rows: Whether rows are taken to be independent, without a look.
+    """
+
+    def __init__(self, run_replica: RunReplica, *, trusts_rows: bool = False) -> None:
+        self._run_replica, self._trusts_rows = run_replica, trusts_rows
+        self._block_keys: dict[nn.Module, tuple[Snapshot, Hashable]] = {}
+        self._verdicts: dict[Hashable, CallForm | MixedRowsError] = {}
+        self._forms: dict[Hashable, CallForm] = {}
+        #: Blocks that run on the whole batch, and why.
+        self.whole: dict[str, str] = {}
+
+    def form_of(
+        self, name: str, snapshot: Snapshot, leaves: Sequence[Any], structure: TreeSpec
+    ) -> tuple[BlockForm, Hashable]:
+        """Return what is known of a call, and the key under which its sizes are to be kept."""
+        context = CallContext.current("cpu")
+        kind = (self._block_key(snapshot), structure, context.modes, context.autocast)
+        key = (*kind, tuple(map(_sized_key, leaves)))
+        num_rows = _num_rows(leaves)
+        whole = BlockForm(CallForm(tuple(None for _ in leaves), (), structure), num_rows)
+        objects = [x for x in leaves if not isinstance(x, Tensor) and not is_plain(x)]
+        if objects and (not context.grad_enabled or any(map(_has_tensors, objects))):
+            return whole, key  # a cache of keys and values: the block fills the one it is given
+        if key in self._forms:
+            form = self._forms[key]
+            return BlockForm(form, _rows_in(leaves, form) or num_rows), key
+        shape_key = (*kind, tuple(map(_unsized_key, leaves)))
+        if shape_key not in self._verdicts:
+            self._verdicts[shape_key] = self._try(name, snapshot, leaves, structure)
+        verdict = self._verdicts[shape_key]
+        if isinstance(verdict, NotABlockError):
+            return replace(whole, reason=verdict.reason), key
+        if isinstance(verdict, MixedRowsError):
+            return whole, key
+        rows = tuple(x.rows if isinstance(x, TensorForm) else None for x in verdict.results)
+        form = CallForm(verdict.arguments, (), verdict.structure)
+        found = _rows_in(leaves, form)
+        if found is None:  # rows lie where they did not lie when it was tried
+            return whole, key
+        return BlockForm(form, found, rows), key
+
+    def learn(self, key: Hashable, form: CallForm) -> None:
+        """Keep the form of a call, whose sizes are known now."""
+        self._forms[key] = form
+
+    def _block_key(self, snapshot: Snapshot) -> Hashable:
+        known = self._block_keys.get(snapshot.block)
+        if known is None or known[0] is not snapshot:
+            known = (snapshot, hash(form_key(snapshot.block, (), None)))
+            self._block_keys[snapshot.block] = known
+        return known[1]
+
+    def _try(
+        self, name: str, snapshot: Snapshot, leaves: Sequence[Any], structure: TreeSpec
+    ) -> CallForm | MixedRowsError:
+        def run(arguments: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
+            copies = [x if isinstance(x, Tensor) or is_plain(x) else deepcopy(x) for x in arguments]
+            versions = [x._version if _counts_writes(x) else 0 for x in copies]
+            args, kwargs = tree_unflatten(copies, structure)
+            outcome = self._run_replica(snapshot, args, kwargs)
+            if [x._version if _counts_writes(x) else 0 for x in copies] != versions:
+                raise NotABlockError("it writes into a tensor that it is given")
+            if outcome.written_buffers:
+                raise MixedRowsError("it writes into its buffers")
+            flat, results = flatten_outcome(outcome)
+            for leaf in flat:
+                if not isinstance(leaf, Tensor) and (not is_plain(leaf) or _is_closure(leaf)):
+                    raise NotABlockError(
+                        f"it returns a {type(leaf).__name__}, which may hold tensors"
+                    )
+            return flat, results
+
+        if snapshot.has_script_modules:
+            reason = "it has TorchScript modules, which cannot be copied"
+            self._warn_of_driver(name, reason)
+            return NotABlockError(reason)
+        arguments = [
+            LazyArgument(x.rows, _taker(x)) if isinstance(x, LazyTensor) else x for x in leaves
+        ]
+        lazy = [x for x in leaves if isinstance(x, LazyTensor)]
+        try:
+            trial = find_form(
+                run,
+                arguments,
+                num_rows=lazy[0].num_rows if lazy else None,
+                trusts_rows=self._trusts_rows,
+            )
+        except NotABlockError as error:
+            self._warn_of_driver(name, error.reason)
+            return error
+        except MixedRowsError as error:
+            if name not in self.whole:
+                self.whole[name] = error.reason
+                warnings.warn(
+                    f"Block {name!r} runs on the whole batch, not on microbatches: {error.reason}. "
+                    "Workers share a batch only where its rows are independent.",
+                    category=WholeBatchWarning,
+                    stacklevel=2,
+                )
+            return error
+        return trial.form
+
+    @staticmethod
+    def _warn_of_driver(name: str, reason: str) -> None:
+        warnings.warn(
+            f"Block {name!r} runs on the first device, on the whole batch, because {reason}. Let "
+            "it return tensors, numbers, and lists, tuples or dicts of them, or name other blocks "
+            "with RoundPipeStrategy(blocks=[...]).",
+            category=DriverBlockWarning,
+            stacklevel=2,
+        )
+
+
+def flatten_outcome(outcome: Outcome) -> tuple[list[Any], TreeSpec]:
+    """Return what a run of a block gave as leaves and their structure."""
+    return tree_flatten((outcome.result, list(outcome.hook_calls), list(outcome.attributes)))
+
+
+def sized_form(
+    form: CallForm,
+    result_rows: tuple[Any, ...] | None,
+    leaves: Sequence[Any],
+    structure: TreeSpec,
+    num_rows: int,
+) -> CallForm:
+    """Return a form with the sizes that a microbatch of some rows has shown."""
+    places = result_rows or (None,) * len(leaves)
+    results = tuple(
+        _form_of_part(leaf, rows, num_rows) if isinstance(leaf, Tensor) else leaf
+        for leaf, rows in zip(leaves, places, strict=True)
+    )
+    return replace(form, results=results, structure=structure)
+
+
+def _form_of_part(tensor: Tensor, rows: Rows | None, num_rows: int) -> TensorForm:
+    if rows is not None:
+        rows = Rows(rows.dim, tensor.shape[rows.dim] // num_rows)
+    return TensorForm.of_batch(tensor.shape, tensor.dtype, rows)
+
+
+def _taker(lazy: LazyTensor) -> Callable[[int, int], Tensor]:
+    def take(start: int, stop: int) -> Tensor:
+        del start  # the first rows alone are asked for
+        return lazy.output.call.step.first_rows(lazy.output, stop)
+
+    return take
+
+
+def _counts_writes(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_inference()
+
+
+def _is_closure(leaf: Any) -> bool:
+    return callable(leaf) and not isinstance(leaf, nn.Module | type)
+
+
+def _num_rows(leaves: Sequence[Any]) -> int:
+    lazy = next((x for x in leaves if isinstance(x, LazyTensor)), None)
+    if lazy is not None:
+        return lazy.num_rows
+    first = next((x for x in leaves if isinstance(x, Tensor) and x.dim()), None)
+    return 1 if first is None else first.shape[0]
+
+
+def _rows_in(leaves: Sequence[Any], form: CallForm) -> int | None:
+    """Return the number of rows that all arguments agree on; None: they do not."""
+    found = set()
+    for leaf, rows in zip(leaves, form.arguments, strict=True):
+        if isinstance(leaf, LazyTensor):
+            if leaf.rows != rows:
+                return None
+            if rows is not None:
+                found.add(leaf.num_rows)
+        elif rows is not None:
+            if leaf.dim() <= rows.dim:
+                return None
+            found.add(leaf.shape[rows.dim] // rows.repeat)
+    return found.pop() if len(found) == 1 else None
+
+
+def _sized_key(leaf: Any) -> Hashable:
+    if isinstance(leaf, LazyTensor):
+        return leaf.output.form
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _plain_key(leaf)
+
+
+def _unsized_key(leaf: Any) -> Hashable:
+    if isinstance(leaf, LazyTensor):
+        return (leaf.rows and leaf.rows.dim, leaf.dim(), leaf.dtype)
+    return (leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else _plain_key(leaf)
+
+
+def _plain_key(leaf: Any) -> Hashable:
+    is_value = leaf is None or isinstance(leaf, bool | str | int)
+    return (leaf,) if is_value else (type(leaf),)
+
+
+def _has_tensors(value: Any) -> bool:
+    return next(_tensors_in(value, set()), None) is not None
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors that an object holds."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if id(value) in seen or is_plain(value):
+        return
+    seen.add(id(value))
+    entries: Sequence[Any] = ()
+    if isinstance(value, dict):
+        entries = list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        entries = list(value)
+    elif hasattr(value, "__dict__"):
+        entries = list(vars(value).values())
+    for entry in entries:
+        yield from _tensors_in(entry, seen)

@@ -1,0 +1,141 @@
+"""The driver: runs user code once, with proxies in place of the blocks' `forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from roundpipe_lightning.engine.driver.block_calls import BlockForms
+from roundpipe_lightning.engine.driver.checkpointing import direct_checkpoints
+from roundpipe_lightning.engine.driver.draws import Draws, own_draws
+from roundpipe_lightning.engine.driver.lazy import gathered
+from roundpipe_lightning.engine.driver.route import Route
+from roundpipe_lightning.engine.driver.snapshot import ForwardProxy, Snapshot, take_snapshot
+from roundpipe_lightning.engine.driver.step import Step
+
+
+class StepExecutor(Protocol):
+    """Runs the workers' part of steps."""
+
+    def start(self, step: Step) -> Callable[[], None]:
+        """Let the workers begin; returns what waits until all have left the step."""
+
+
+class BlockProxy(ForwardProxy):
+    """Stands in a block's `forward` while steps run: posts a call."""
+
+    def __init__(self, driver: Driver, block: nn.Module, name: str) -> None:
+        self._driver, self._block, self.name = driver, block, name
+        self.instance_forward = vars(block).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._driver.call_block(self._block, self, args, kwargs)
+
+
+class Driver:
+    """Runs steps of user code. Thread: the Trainer's.
+
+    Args:
+        blocks: The blocks by name.
+        trainable: All parameters of the module that may be trained.
+        forms: Forms of calls that are known.
+        draws: Random numbers of the device where user code computes.
+        device: Where user code computes.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        *,
+        trainable: Collection[nn.Parameter],
+        forms: BlockForms,
+        executor: StepExecutor,
+        draws: Draws,
+        device: torch.device,
+    ) -> None:
+        self._proxies_of = {block: BlockProxy(self, block, name) for name, block in blocks.items()}
+        self._trainable = tuple(trainable)
+        self._forms, self._executor, self._device = forms, executor, device
+        self._draws, self._is_first = draws, True
+        self._snapshots: dict[nn.Module, Snapshot] = {}
+        self._step: Step | None = None
+
+    @contextmanager
+    def step(self, route: Route, *, seed: int) -> Iterator[Step]:
+        """Run user code of one step in the body. Its backward passes belong into the body, too."""
+        step = Step(
+            route=route,
+            trainable=[p for p in self._trainable if p.requires_grad],
+            seed=seed,
+            device=self._device,
+        )
+        join_workers = self._executor.start(step)
+        self._step = step
+        try:
+            with (
+                self._proxies(),
+                direct_checkpoints(),
+                own_draws(self._draws, always=self._is_first),
+            ):
+                yield step
+            self._is_first = False
+        except BaseException:
+            step.abort()
+            raise
+        finally:
+            self._step = None
+            step.close()
+            join_workers()
+        step.raise_error()
+
+    @contextmanager
+    def _proxies(self) -> Iterator[None]:
+        with ExitStack() as restored:
+            for block, proxy in self._proxies_of.items():
+                attributes = vars(block)
+                proxy.instance_forward = attributes.get("forward")
+                attributes["forward"] = proxy
+                restored.callback(_restore, attributes, proxy)
+                if attributes.get("_compiled_call_impl") is not None:  # workers run it uncompiled
+                    restored.callback(
+                        attributes.__setitem__,
+                        "_compiled_call_impl",
+                        attributes["_compiled_call_impl"],
+                    )
+                    attributes["_compiled_call_impl"] = None
+            yield
+
+    def call_block(
+        self, block: nn.Module, proxy: BlockProxy, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Post a call of a block."""
+        step = self._step
+        assert step is not None, "proxies stand only while a step runs"
+        snapshot = take_snapshot(block, self._snapshots.get(block), name=proxy.name)
+        self._snapshots[block] = snapshot
+        leaves, structure = tree_flatten((args, kwargs))
+        with step.trying_block():
+            known, key = self._forms.form_of(proxy.name, snapshot, leaves, structure)
+        if known.reason:
+            forward = proxy.instance_forward or partial(type(block).forward, block)
+            return forward(*gathered(args), **gathered(kwargs))
+        return step.post_block(
+            snapshot,
+            known,
+            leaves=leaves,
+            structure=structure,
+            learn=partial(self._forms.learn, key),
+        )
+
+
+def _restore(attributes: dict[str, Any], proxy: BlockProxy) -> None:
+    if proxy.instance_forward is None:
+        del attributes["forward"]
+    else:
+        attributes["forward"] = proxy.instance_forward

@@ -1,0 +1,126 @@
+"""Lazy tensors: what a posted call returns to user code.
+
+A lazy tensor has the shape of the whole batch. Another call takes its parts; row-wise operations on
+it are posted, too. Any other operation gathers its values: in the driver's thread alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from roundpipe_lightning.engine.driver.calls import Output
+from roundpipe_lightning.engine.driver.forms import Rows
+
+METADATA = frozenset(
+    """
+    __len__ data_ptr device dim dtype element_size grad_fn is_complex is_contiguous is_cpu is_cuda
+    is_floating_point is_inference is_leaf is_meta is_mps is_nested is_quantized is_sparse is_xpu
+    itemsize layout names nbytes ndim ndimension nelement numel output_nr requires_grad shape size
+    stride is_signed __hash__ _backward_hooks retains_grad dense_dim sparse_dim is_conj is_neg
+    """.split()
+)
+"""Attributes and methods of tensors that need no values."""
+
+_HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
+
+
+def function_name(func: Any) -> str:
+    """Return the name of a torch function; that of the attribute for a reader of one."""
+    name: str = getattr(func, "__name__", "")
+    return func.__self__.__name__ if name == "__get__" else name
+
+
+class LazyTensor(Tensor):
+    """One output of a call for the whole batch.
+
+    Attributes:
+        whole: The values of the whole batch in the driver's graph, once user code asked for them.
+        has_hooks: Whether a hook looks at its gradient.
+    """
+
+    output: Output
+    whole: Tensor | None
+    has_hooks: bool
+
+    @staticmethod
+    def wrap(output: Output, device: torch.device) -> LazyTensor:
+        lazy: LazyTensor = Tensor._make_wrapper_subclass(
+            LazyTensor, output.shape, dtype=output.form.dtype, device=device, requires_grad=False
+        )
+        lazy.output, lazy.whole, lazy.has_hooks = output, None, False
+        weakref.finalize(lazy, output.call.step.close_output, output)
+        return lazy
+
+    @property
+    def rows(self) -> Rows | None:
+        return self.output.form.rows
+
+    @property
+    def num_rows(self) -> int:
+        return self.output.call.num_rows
+
+    @property
+    def was_written(self) -> bool:
+        """Whether user code has changed or hooked the values: later calls must take these."""
+        whole = self.whole
+        if self.has_hooks or (whole is not None and whole._version > 0):
+            return True
+        with torch._C.DisableTorchFunctionSubclass():
+            node = self.grad_fn
+        # An `autograd.Function` that returns its input, such as that of a full backward hook.
+        return node is not None and getattr(node, "output", None) is not self.output
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = function_name(func)
+        if name in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _HOOKS:
+            args[0].has_hooks = True
+        leaves, structure = tree_flatten((args, kwargs))
+        step = next(x for x in leaves if isinstance(x, LazyTensor)).output.call.step
+        is_posted, result = step.post_operation(func, args, kwargs, leaves, structure)
+        if is_posted:
+            return result
+        args, kwargs = gathered(args), gathered(kwargs)
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the stub lacks `cls`
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run what code in C++ asks for, past the functions of Python."""
+        args, kwargs = tree_map(_detached, gathered((args, kwargs or {})))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyTensor(shape={tuple(self.shape)}, of call {self.output.call.name!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return gathered(self).__reduce_ex__(protocol)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def is_lazy(leaf: Any) -> bool:
+    return isinstance(leaf, LazyTensor)
+
+
+def gathered(tree: Any) -> Any:
+    """Return a tree with the values of the whole batch in place of lazy tensors."""
+
+    def values(leaf: Any) -> Any:
+        return leaf.output.call.step.gather(leaf) if isinstance(leaf, LazyTensor) else leaf
+
+    return tree_map(values, tree)

@@ -1,0 +1,719 @@
+"""One step: the calls that user code has posted, and what the workers have made of them.
+
+```
+Trainer's thread (driver)                       workers, a thread each
+  with step: training_step(batch)
+    h = embed(ids)
+    h = layer0(h)       ── Call 0 ──▶           parts 0, 1, 2, 3 of call 0
+    h = layer1(h)       ── Call 1 ──▶           ...
+    loss = f(h)         ◀── values ──           the parts of call 1, put together
+  loss.backward()       ── reached ──▶          the same calls once more with a graph, and backward
+                        ◀── gradients ──
+```
+
+The driver never runs a block, and workers never run user code outside of blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from roundpipe_lightning.engine.device.events import StepAborted
+from roundpipe_lightning.engine.driver.backward import BackwardPass, BackwardRun
+from roundpipe_lightning.engine.driver.block_calls import BlockForm, NotABlockError, sized_form
+from roundpipe_lightning.engine.driver.calls import (
+    Call,
+    Output,
+    join_parts,
+    rows_of,
+    split_rows,
+)
+from roundpipe_lightning.engine.driver.context import CallContext
+from roundpipe_lightning.engine.driver.forms import CallForm, TensorForm
+from roundpipe_lightning.engine.driver.lazy import LazyTensor, gathered, is_lazy
+from roundpipe_lightning.engine.driver.nodes import (
+    CallNode,
+    GatherNode,
+    LazyNode,
+    ParameterNode,
+    apply,
+)
+from roundpipe_lightning.engine.driver.operations import row_operation
+from roundpipe_lightning.engine.driver.outcome import apply_outcome
+from roundpipe_lightning.engine.driver.route import Route, StageCalls, Unit
+from roundpipe_lightning.engine.driver.snapshot import Snapshot
+
+_USER = 1 << 62
+"""Stands for user code among the numbers of units that give gradients: it comes first."""
+
+
+@dataclass(eq=False)
+class ForwardRun:
+    """A worker's parts of a stage.
+
+    Thread: one worker's. Guarded by: `Step.changed`.
+    """
+
+    stage: StageCalls
+    parts: list[int]
+    num_run: dict[int, int] = field(default_factory=dict)
+    present: int = 0  # index of the part that it is at
+
+
+Run = ForwardRun | BackwardRun
+
+
+class Step:
+    """One step of user code.
+
+    Thread: the driver posts calls and reaches them in backward passes; workers take runs.
+    Guarded by: `changed`.
+
+    Args:
+        route: Which worker runs what.
+        trainable: The parameters that may get gradients through calls.
+        seed: Of all random numbers that blocks draw.
+        device: Where user code computes.
+    """
+
+    def __init__(
+        self, *, route: Route, trainable: Collection[nn.Parameter], seed: int, device: torch.device
+    ) -> None:
+        self.route, self.seed, self.device = route, seed, device
+        self.changed = threading.Condition()
+        self.calls: list[Call] = []
+        self.error: BaseException | None = None
+        self.is_over = self.is_aborted = False
+        self.num_gathers: dict[str, int] = {}
+        self._trainable = tuple(trainable)
+        self._thread = threading.get_ident()
+        self._is_trying = False
+        self._stages = [
+            StageCalls(stage=planned.stage, workers=planned.workers) for planned in route.forward
+        ]
+        self._follows_plan = bool(route.blocks)
+        self._context: CallContext | None = None  # of the last call
+        self._position = 0  # of the next block in the plan
+        self._units: list[Unit] = []
+        self._passes: list[BackwardPass] = []
+        self._tokens: dict[Call, Tensor] = {}
+        self._parameter_token: Tensor | None = None
+        self._next_stage = [0] * route.num_workers
+        self._closed_outputs: deque[Output] = deque()
+
+    # Posting: called by the driver ---------------------------------------------------------------
+
+    def post_operation(
+        self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Any], structure: TreeSpec
+    ) -> tuple[bool, Any]:
+        """Post an operation on lazy tensors if it keeps rows apart; return whether it does."""
+        self._check_reader()
+        if self.is_over or any(is_lazy(x) and x.was_written for x in leaves):
+            return False, None
+        operation = row_operation(func, args, kwargs, is_lazy=is_lazy)
+        if operation is None:
+            self.num_gathers[func.__name__] = self.num_gathers.get(func.__name__, 0) + 1
+            return False, None
+        num_rows = next(x.num_rows for x in leaves if is_lazy(x))
+        parameters = [x for x in leaves if isinstance(x, nn.Parameter) and x.requires_grad]
+        call = self._new_call(
+            operation.name, operation, (leaves, structure), operation.form, num_rows, parameters
+        )
+        token = self._post(call, None, is_differentiable=operation.is_differentiable)
+        return True, self._results(call, token)
+
+    def post_block(
+        self,
+        snapshot: Snapshot,
+        known: BlockForm,
+        *,
+        leaves: Sequence[Any],
+        structure: TreeSpec,
+        learn: Callable[[CallForm], None],
+    ) -> Any:
+        """Post a call of a block; return what it returns, with lazy tensors.
+
+        Args:
+            learn: Called with the form of the call when its sizes were not known before.
+        """
+        self._check_thread()
+        parameters = [p for p, requires_grad in snapshot.parameters.items() if requires_grad]
+        parameters += [x for x in leaves if isinstance(x, nn.Parameter) and x.requires_grad]
+        call = self._new_call(
+            snapshot.name, snapshot, (leaves, structure), known.form, known.num_rows, parameters
+        )
+        token = self._post(call, snapshot.block)
+        if not known.form.results:
+            self.wait_until(lambda: call.first_results is not None)
+            assert call.first_results is not None
+            results, result_structure, num_rows = call.first_results
+            form = sized_form(known.form, known.result_rows, results, result_structure, num_rows)
+            with self.changed:
+                self._make_outputs(call, form)
+                self._keep_early_results(call)
+            learn(form)
+        result, hook_calls, attributes = self._results(call, token)
+        if hook_calls or attributes:
+            # A buffer is in checkpoints: it has values.
+            attributes = [
+                a._replace(value=gathered(a.value)) if a.is_buffer else a for a in attributes
+            ]
+            apply_outcome(snapshot, hook_calls, attributes)
+        return result
+
+    def _new_call(
+        self,
+        name: str,
+        runner: Any,
+        arguments: tuple[Sequence[Any], TreeSpec],
+        form: CallForm,
+        num_rows: int,
+        parameters: Sequence[nn.Parameter],
+    ) -> Call:
+        self._check_open()
+        self._context = context = CallContext.current(self.device.type, self._context)
+        has_rows = any(rows is not None for rows in form.arguments)
+        leaves, structure = arguments
+        return Call(
+            step=self,
+            number=len(self.calls),
+            name=name,
+            runner=runner,
+            arguments=tuple(self._source(leaf) for leaf in leaves),
+            structure=structure,
+            form=form,
+            context=context,
+            num_rows=num_rows,
+            split=split_rows(num_rows, self.route.num_microbatches) if has_rows else (num_rows,),
+            parameters=frozenset(parameters if context.grad_enabled else ()),
+        )
+
+    def _post(
+        self, call: Call, block: nn.Module | None, *, is_differentiable: bool = True
+    ) -> Tensor | None:
+        """Give a call to the workers; return its token in the driver's graph, if it is in it."""
+        has_graph = call.context.grad_enabled and is_differentiable
+        token = self._token_of(call) if has_graph else None
+        call.has_gradient = token is not None
+        with self.changed:
+            if call.form.results:
+                self._make_outputs(call, call.form)
+            self._place(call, block)
+            self.calls.append(call)
+            self._drop_closed()
+            self.changed.notify_all()
+        if token is not None:
+            self._tokens[call] = token
+        return token
+
+    def _make_outputs(self, call: Call, form: CallForm) -> None:
+        call.form = form
+        call.outputs = tuple(
+            Output(call, result, requires_grad=call.has_gradient and has_gradients(result.dtype))
+            for result in form.results
+            if isinstance(result, TensorForm)
+        )
+
+    def _keep_early_results(self, call: Call) -> None:
+        """Keep results of microbatches that came before the sizes were known."""
+        for part, leaves in call.early_results.items():
+            self._keep_parts(call, part, leaves)
+        call.early_results.clear()
+        self.changed.notify_all()
+
+    def _source(self, leaf: Any) -> Any:
+        if not isinstance(leaf, LazyTensor):
+            return leaf
+        if leaf.was_written or leaf.output.call.step is not self:
+            return leaf.output.call.step.gather(leaf)
+        return leaf.output
+
+    def _token_of(self, call: Call) -> Tensor | None:
+        """Return the call's token in the driver's graph; None if it gets no gradient."""
+        producers = dict.fromkeys(source.call for source in call.sources)
+        tokens = [self._tokens[c] for c in producers if c in self._tokens]
+        tensors = call.real_tensors = call.tensors_with_gradient()
+        if not (tokens or tensors or call.parameters):
+            return None
+        if call.parameters:
+            if self._parameter_token is None:
+                self._parameter_token = apply(ParameterNode, self, *self._trainable)
+            tokens.append(self._parameter_token)
+        return apply(CallNode, call, len(tokens), *tokens, *tensors)
+
+    def _place(self, call: Call, block: nn.Module | None) -> None:
+        """Give a call its stage and its unit."""
+        route = self.route
+        if block is not None and self._follows_plan:
+            if self._position < len(route.blocks) and route.blocks[self._position] is block:
+                self._position += 1
+            else:
+                self._leave_plan()
+        if self._follows_plan:
+            position = max(self._position - 1, 0)
+            index = route.forward_index(position)
+            for stage in self._stages[:index]:
+                stage.is_closed = True
+            call.stage = self._stages[index]
+            planned = route.backward[route.backward_index(position)]
+            home: tuple[Any, tuple[int, ...]] = (planned.stage, planned.workers)
+        else:
+            last = self._stages[-1] if self._stages else None
+            if block is not None or last is None or last.is_closed:
+                if last is not None:
+                    last.is_closed = True
+                self._stages.append(StageCalls(stage=None, workers=route.dealt_workers()))
+            call.stage = self._stages[-1]
+            home = (None, call.stage.workers)
+        call.stage.calls.append(call)
+        call.stage.num_left += len(call.split)
+        for source in call.sources:
+            source.count_reader(1)
+        if call.has_gradient:
+            self._place_in_unit(call, *home, begins=block is not None and not self._follows_plan)
+
+    def _place_in_unit(
+        self, call: Call, stage: Any, workers: tuple[int, ...], *, begins: bool
+    ) -> None:
+        unit = self._units[-1] if self._units else None
+        if (
+            unit is None
+            or begins
+            or unit.is_closed
+            or unit.stage is not stage
+            or bool(call.real_tensors)
+            or unit.calls[-1].split != call.split
+        ):
+            unit = Unit(
+                number=len(self._units), stage=stage, workers=workers, num_parts=len(call.split)
+            )
+            self._units.append(unit)
+        call.unit = unit
+        unit.calls.append(call)
+        for source in call.sources:
+            producer = source.call.unit
+            if producer is unit:
+                continue
+            if producer is not None:
+                producer.consumers.add(unit)
+            if source not in unit.boundaries:
+                unit.boundaries.add(source)
+                source.count_reader(1)
+
+    def _leave_plan(self) -> None:
+        self._follows_plan = False
+        for stage in self._stages:
+            stage.is_closed = True
+
+    def _results(self, call: Call, token: Tensor | None) -> Any:
+        plain: Sequence[Any] = call.form.results
+        if call.first_results is None and not all(map(is_constant, plain)):
+            self.wait_until(lambda: call.first_results is not None)
+        if call.first_results is not None:
+            plain = call.first_results[0]
+        outputs = iter(call.outputs or ())
+        leaves = []
+        for form, value in zip(call.form.results, plain, strict=True):
+            if not isinstance(form, TensorForm):
+                leaves.append(value)
+                continue
+            output = next(outputs)
+            leaves.append(
+                apply(LazyNode, token, output, self.device)
+                if output.requires_grad
+                else LazyTensor.wrap(output, self.device)
+            )
+        return tree_unflatten(leaves, call.form.structure)
+
+    # Values: called by the driver ----------------------------------------------------------------
+
+    def gather(self, lazy: LazyTensor) -> Tensor:
+        """Return the values of the whole batch, with their place in the driver's graph."""
+        self._check_reader()
+        if lazy.whole is None:
+            parts = self.await_parts(lazy.output)
+            with torch.enable_grad():
+                values = (
+                    apply(GatherNode, lazy, *parts)
+                    if lazy.requires_grad and not self.is_over
+                    else join_parts(parts, lazy.rows)
+                )
+            lazy.whole = values
+        return lazy.whole if torch.is_grad_enabled() else lazy.whole.detach()
+
+    def await_parts(self, output: Output) -> list[Tensor]:
+        if not self.is_over or None in output.parts:  # a block may leave a tensor beyond its step
+            self.wait_until(lambda: None not in output.parts)
+        return [part for part in output.parts if part is not None]
+
+    def first_rows(self, output: Output, num_rows: int) -> Tensor:
+        """Return the values of the first rows, as soon as they are there."""
+        split, rows = output.call.split, output.form.rows
+        num_parts = next(
+            (n for n in range(1, len(split) + 1) if sum(split[:n]) >= num_rows), len(split)
+        )
+        self.wait_until(lambda: None not in output.parts[:num_parts])
+        parts = [part for part in output.parts[:num_parts] if part is not None]
+        values = join_parts(parts, rows)
+        return values if rows is None else values.narrow(rows.dim, 0, num_rows * rows.repeat)
+
+    def await_forward(self) -> None:
+        """Wait until every posted call has run: something is about to change a parameter."""
+        self.wait_until(lambda: not any(stage.num_left for stage in self._stages))
+
+    def wait_until(self, is_there: Callable[[], bool]) -> None:
+        with self.changed:
+            self._drop_closed()
+            self.changed.wait_for(lambda: self.error is not None or is_there())
+        self._check_open()
+
+    def raise_error(self) -> None:
+        """Raise what a worker has raised."""
+        if self.error is not None:
+            raise self.error
+
+    def _check_open(self) -> None:
+        self.raise_error()
+        if self.is_over:
+            raise RuntimeError(
+                "A training step is used after it has ended: its loss was run backward later, or a "
+                "tensor of one of its blocks was read. Do both inside the step."
+            )
+
+    @contextmanager
+    def trying_block(self) -> Iterator[None]:
+        """Refuse reads of other blocks' outputs until the context ends: a block is tried."""
+        self._is_trying = True
+        try:
+            yield
+        finally:
+            self._is_trying = False
+
+    def _check_reader(self) -> None:
+        if self._is_trying:
+            raise NotABlockError("it reads a tensor that another block has left for it")
+        self._check_thread()
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "A block's output is read in another thread than that of training_step: in a block "
+                "that was not given it, or in a hook on a tensor of an accelerator. Give it to the "
+                "block as an argument, or read it in training_step before the backward pass."
+            )
+
+    # The backward pass: called by the driver, inside autograd ------------------------------------
+
+    def run_call_backward(self, call: Call) -> list[Tensor | None]:
+        """Let the workers run a call backward; return the gradients of `Call.real_tensors`."""
+        self._check_open()
+        backward = self._present_pass()
+        with self.changed:
+            backward.reach(call)
+            self.changed.notify_all()
+        if not call.real_tensors:
+            return []
+        self._await_backward(backward, lambda: backward.is_finished(call.unit))
+        with self.changed:
+            return backward.real_gradients(call)
+
+    def parameter_gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        backward = self._present_pass()
+        self._await_backward(backward, backward.is_finished)
+        with self.changed:
+            return backward.parameter_gradients(parameters)
+
+    def add_user_gradient(self, output: Output, gradient: Tensor) -> None:
+        """Keep what user code gives of an output's gradient, until its call is reached."""
+        split, rows = output.call.split, output.form.rows
+        with self.changed:
+            for part, arrived in enumerate(output.gradients):
+                if rows is None and part:
+                    break  # all parts are equal: the driver has taken the first
+                arrived[_USER] = rows_of(gradient, rows, split, part)
+
+    def _present_pass(self) -> BackwardPass:
+        task = torch._C._current_graph_task_id()  # noqa: SLF001
+        backward = next((p for p in self._passes if p.task == task and not p.is_over), None)
+        if backward is not None:
+            return backward
+        will_run = torch._C._will_engine_execute_node  # noqa: SLF001
+        calls = [
+            call
+            for call, token in self._tokens.items()
+            if token.grad_fn is not None and will_run(token.grad_fn)
+        ]
+        backward = BackwardPass(
+            calls,
+            task=task,
+            num_workers=self.route.num_workers,
+            keeps_graph=torch._C._autograd._get_current_graph_task_keep_graph(),  # noqa: SLF001
+        )
+        engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
+        engine.queue_callback(lambda: self._end_pass(backward))
+        with self.changed:
+            for stage in self._stages:
+                stage.is_closed = True
+            for unit in self._units:
+                unit.is_closed = True
+            self._follows_plan = False
+            self._passes.append(backward)
+            self.changed.notify_all()
+        return backward
+
+    def _await_backward(self, backward: BackwardPass, is_there: Callable[[], bool]) -> None:
+        with self.changed:
+            backward.driver_waits = True
+            self.changed.notify_all()
+        self.wait_until(is_there)
+        with self.changed:
+            backward.driver_waits = False
+
+    def _end_pass(self, backward: BackwardPass) -> None:
+        self._await_backward(backward, backward.is_finished)
+        with self.changed:
+            backward.is_over = True
+            self._passes.remove(backward)
+            self.changed.notify_all()
+
+    # The end: called by the driver ---------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the step: workers go, values are dropped."""
+        with self.changed:
+            self.is_over = True
+            for stage in self._stages:
+                stage.is_closed = True
+            self._tokens.clear()
+            self._parameter_token = None
+            self.changed.notify_all()
+
+    def abort(self) -> None:
+        """Give the step up: user code has raised. Workers end what they are at."""
+        with self.changed:
+            self.is_aborted = True
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Let the step end with an error; called by any thread."""
+        with self.changed:
+            if self.error is None:
+                self.error = error
+            self.changed.notify_all()
+
+    def close_output(self, output: Output) -> None:
+        """Note that user code has let go of a lazy tensor: called by any thread, at any moment."""
+        self._closed_outputs.append(output)
+
+    def _drop_closed(self) -> None:
+        while self._closed_outputs:
+            output = self._closed_outputs.popleft()
+            output.is_open = False
+            for part in range(len(output.parts)):
+                output.drop_unread(part)
+
+    # Work: called by workers ---------------------------------------------------------------------
+
+    def await_work(self, worker: int) -> Run | None:
+        """Return what a worker runs next; None when the step is over."""
+        with self.changed:
+            while True:
+                self._check_alive()
+                run = self._next_forward(worker) or self._next_backward(worker)
+                if run is not None or self.is_over:
+                    return run
+                self.changed.wait()
+
+    def _next_forward(self, worker: int) -> ForwardRun | None:
+        while self._next_stage[worker] < len(self._stages):
+            stage = self._stages[self._next_stage[worker]]
+            if not stage.calls and not stage.is_closed:
+                return None
+            self._next_stage[worker] += 1
+            parts = [part for part, owner in enumerate(stage.workers) if owner == worker]
+            if stage.calls and parts:
+                return ForwardRun(stage, parts, dict.fromkeys(parts, 0))
+        return None
+
+    def _next_backward(self, worker: int) -> BackwardRun | None:
+        for backward in reversed(self._passes):
+            run = backward.next_run(worker)
+            if run is not None:
+                return run
+        return None
+
+    def next_call(self, run: ForwardRun) -> tuple[Call, int] | None:
+        """Return a call of a run that can run now, and for which part; None when all have."""
+        with self.changed:
+            while True:
+                self._check_alive()
+                calls, num_parts = run.stage.calls, len(run.parts)
+                is_done = run.stage.is_closed
+                for offset in range(num_parts):
+                    index = (run.present + offset) % num_parts
+                    part = run.parts[index]
+                    while run.num_run[part] < len(calls):
+                        call = calls[run.num_run[part]]
+                        if part < len(call.split):
+                            break
+                        run.num_run[part] += 1
+                    else:
+                        continue
+                    is_done = False
+                    if _has_arguments(call, part):
+                        run.num_run[part] += 1
+                        run.present = index
+                        return call, part
+                if is_done:
+                    return None
+                self.changed.wait()
+
+    def keep_results(
+        self, call: Call, part: int, leaves: Sequence[Any], structure: TreeSpec
+    ) -> None:
+        """Keep what a call has made for a part."""
+        with self.changed:
+            if part == 0:
+                call.first_results = (leaves, structure, call.split[0])
+            if call.outputs is None:
+                call.early_results[part] = leaves
+            else:
+                self._keep_parts(call, part, leaves)
+            assert call.stage is not None
+            call.stage.num_left -= 1
+            call.num_left -= 1
+            for source in call.sources:
+                if len(source.call.split) == len(call.split):
+                    source.count_part_reader(part, -1)
+                elif not call.num_left:
+                    source.count_reader(-1)
+            self.changed.notify_all()
+
+    def _keep_parts(self, call: Call, part: int, leaves: Sequence[Any]) -> None:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        assert call.outputs is not None, "its sizes are known"
+        if len(tensors) != len(call.outputs):
+            raise RuntimeError(
+                f"{call.name!r} returned {len(tensors)} tensors for a microbatch, but "
+                f"{len(call.outputs)} when it was tried. It must return the same for any rows."
+            )
+        for output, tensor in zip(call.outputs, tensors, strict=True):
+            check_shape(call, output, tensor, part)
+            output.parts[part] = tensor.detach()
+            output.drop_unread(part)
+
+    def await_gradients(self, run: BackwardRun, part: int) -> dict[Output, Tensor]:
+        """Return the gradients of a unit's outputs for a part, when they are complete."""
+        with self.changed:
+            while not run.backward.is_ready(run.unit, part):
+                self._check_alive()
+                self.changed.wait()
+            self._check_alive()
+            found = {}
+            for call in run.unit.calls:
+                for output in call.outputs or ():
+                    arrived = output.gradients[part]
+                    if arrived:
+                        found[output] = _sum_of(arrived)
+                        arrived.clear()
+            return found
+
+    def end_unit(
+        self,
+        run: BackwardRun,
+        part: int,
+        *,
+        outputs: dict[Output, Tensor],
+        tensors: dict[tuple[Call, int], Tensor],
+        parameters: dict[nn.Parameter, Tensor],
+    ) -> None:
+        """Take the gradients that a unit gives for a part."""
+        unit, backward = run.unit, run.backward
+        with self.changed:
+            for output, gradient in outputs.items():
+                if not backward.takes_part(output.call.unit):
+                    continue
+                if len(output.call.split) == unit.num_parts:
+                    output.gradients[part][unit.number] = gradient
+                else:
+                    _give_across(output, unit, part, gradient)
+            backward.end_part(unit, part, parameters=parameters, tensors=tensors)
+            if not backward.keeps_graph:
+                for source in unit.boundaries:
+                    if len(source.call.split) == unit.num_parts:
+                        source.count_part_reader(part, -1)
+            self.changed.notify_all()
+
+    def _check_alive(self) -> None:
+        if self.error is not None or self.is_aborted:
+            raise StepAborted
+
+
+def has_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def is_constant(leaf: Any) -> bool:
+    """Return whether a leaf of a call's results is a tensor, or the same for every batch."""
+    return leaf is None or isinstance(leaf, TensorForm | str | nn.Module | torch.dtype)
+
+
+def _has_arguments(call: Call, part: int) -> bool:
+    for source in call.sources:
+        if len(source.call.split) == len(call.split):
+            if source.parts[part] is None:
+                return False
+        elif None in source.parts:
+            return False
+    return True
+
+
+def _give_across(output: Output, unit: Unit, part: int, gradient: Tensor) -> None:
+    """Give a gradient to an output whose call has other parts than the unit."""
+    split, rows = output.call.split, output.form.rows
+    if unit.num_parts == 1:  # the unit has the whole batch
+        for index, arrived in enumerate(output.gradients):
+            if rows is None and index:
+                break
+            arrived[unit.number] = rows_of(gradient, rows, split, index)
+        return
+    # The output is of the whole batch, the unit has a part of it.
+    whole = output.gradients[0].get(unit.number)
+    if rows is None:
+        output.gradients[0][unit.number] = gradient if whole is None else whole + gradient
+        return
+    if whole is None:
+        shape = output.form.shape_for(output.call.num_rows)
+        whole = output.gradients[0][unit.number] = gradient.new_zeros(shape)
+    unit_split = unit.calls[0].split
+    rows_of(whole, rows, unit_split, part).copy_(gradient)
+
+
+def check_shape(call: Call, output: Output, tensor: Tensor, part: int) -> None:
+    """Raise if a call made another shape than when it was tried."""
+    rows = call.num_rows if len(call.split) == 1 else call.split[part]
+    expected = output.form.shape_for(rows)
+    if tensor.shape != expected or tensor.dtype != output.form.dtype:
+        raise RuntimeError(
+            f"{call.name!r} returned a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, for "
+            f"{rows} rows, where {tuple(expected)}, {output.form.dtype}, was expected from "
+            "the first step."
+        )
+
+
+def _sum_of(arrived: dict[int, Tensor]) -> Tensor:
+    """Return the sum of gradients: of user code first, then of the last unit first."""
+    numbers = sorted(arrived, reverse=True)
+    total = arrived[numbers[0]]
+    for number in numbers[1:]:
+        total = total + arrived[number].to(total.dtype)
+    return total
