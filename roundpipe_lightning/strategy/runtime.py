@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from roundpipe_lightning.engine.capture.compiled import BlockCompiler
 from roundpipe_lightning.engine.capture.randomness import mix, seeded
+from roundpipe_lightning.engine.chain.chain import BlockStack
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.device.events import UpdateAborted
 from roundpipe_lightning.engine.engine import Engine
@@ -219,6 +220,13 @@ class PipelineRuntime:
             self._begin_update = begin
         else:
             begin(self.updater)
+
+    @property
+    def stacks(self) -> Sequence[BlockStack]:
+        return self._stacks
+
+    def end_step(self, error: BaseException | None = None, *, failed: bool = False) -> None:
+        """Note that a batch's backward pass has run, or never will."""
 
     @property
     def blocks(self) -> dict[str, nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -48,6 +49,7 @@ from roundpipe_lightning.strategy import checks, compat
 from roundpipe_lightning.strategy.hosts import agreement, data, launch
 from roundpipe_lightning.strategy.hosts.data import BatchShares, divide_memory
 from roundpipe_lightning.strategy.one_process import OneProcessStrategy
+from roundpipe_lightning.strategy.one_step import OneStepRuntime
 from roundpipe_lightning.strategy.options import (
     GradientFormat,
     HardwareSource,
@@ -400,7 +402,7 @@ class RoundPipeStrategy(OneProcessStrategy):
         devices = self._devices()
         if not all(device.shares_host_memory for device in devices):
             checks.check_steps(module, trainer.state.fn)
-        self._runtime = PipelineRuntime(
+        self._runtime = self._runtime_class(devices)(
             module,
             devices=devices,
             precision=self.precision_plugin,
@@ -422,6 +424,13 @@ class RoundPipeStrategy(OneProcessStrategy):
                 check_gradients=options.check_gradients or compat.detects_anomalies(trainer),
                 is_writing=lambda: self._writer is not None,
             )
+
+    def _runtime_class(self, devices: Sequence[Device]) -> type[PipelineRuntime]:
+        on_host = all(device.shares_host_memory for device in devices)
+        runs_once = os.environ.get("ROUNDPIPE_ONE_STEP") and self.options.update == "exact"
+        if on_host and runs_once and self._hosts is None and not self.options.compile:
+            return OneStepRuntime
+        return PipelineRuntime
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -486,6 +495,9 @@ class RoundPipeStrategy(OneProcessStrategy):
         if self._hosts is not None:  # nobody is waited for: others cannot know of the error
             is_agreed = isinstance(exception, SIGTERMException) and self._optimizer_sync is not None
             self._hosts.close(exception, is_agreed=is_agreed)
+        if self._runtime is not None:
+            with contextlib.suppress(Exception):
+                self._runtime.end_step(exception)
         with contextlib.suppress(Exception):
             self.join_updates()
         super().on_exception(exception)
@@ -602,6 +614,8 @@ class RoundPipeStrategy(OneProcessStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
+        if self._runtime is not None and self._module.automatic_optimization:
+            self._runtime.end_step()
         self._resume.gradients_were_added()
 
     # Updates -------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ from roundpipe_lightning.engine.driver.operations import row_operation
 from roundpipe_lightning.engine.driver.outcome import apply_outcome
 from roundpipe_lightning.engine.driver.route import Route, StageCalls, Unit
 from roundpipe_lightning.engine.driver.snapshot import Snapshot
+from roundpipe_lightning.planning.schedule.schedule import Action, Timeline, TimelineEntry
 
 _USER = 1 << 62
 """Stands for user code among the numbers of units that give gradients: it comes first."""
@@ -108,6 +110,10 @@ class Step:
         self._tokens: dict[Call, Tensor] = {}
         self._parameter_token: Tensor | None = None
         self._next_stage = [0] * route.num_workers
+        self._start_seconds = perf_counter()
+        self._spans: list[dict[Action, tuple[float, float]]] = [
+            {} for _ in range(route.num_workers)
+        ]
         self._closed_outputs: deque[Output] = deque()
 
     # Posting: called by the driver ---------------------------------------------------------------
@@ -484,6 +490,27 @@ class Step:
             backward.is_over = True
             self._passes.remove(backward)
             self.changed.notify_all()
+
+    # Times: noted by workers, each in a row of its own --------------------------------------------
+
+    def note_span(self, action: Action, start_seconds: float) -> None:
+        """Note that an action of the plan has run until now; of several calls the whole span."""
+        spans = self._spans[action.worker]
+        first = spans[action][0] if action in spans else start_seconds
+        spans[action] = (first, perf_counter())
+
+    def timeline(self) -> Timeline:
+        """Return when every action of the plan has run."""
+        entries = [
+            TimelineEntry(
+                action=action,
+                start_seconds=start - self._start_seconds,
+                end_seconds=end - self._start_seconds,
+            )
+            for spans in self._spans
+            for action, (start, end) in spans.items()
+        ]
+        return Timeline(num_workers=self.route.num_workers, entries=tuple(entries))
 
     # The end: called by the driver ---------------------------------------------------------------
 

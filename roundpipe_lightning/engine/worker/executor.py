@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +29,8 @@ from roundpipe_lightning.engine.driver.snapshot import Snapshot
 from roundpipe_lightning.engine.driver.step import ForwardRun, Step
 from roundpipe_lightning.engine.worker.graph import HostLeaves, UnitGraph, part_of
 from roundpipe_lightning.engine.worker.replica import Replica
+from roundpipe_lightning.planning.schedule.schedule import Action
+from roundpipe_lightning.planning.schedule.stages import Stage
 
 Values: TypeAlias = Callable[[Tensor | Output, Rows | None], Tensor]
 """Gives a call's part of an argument."""
@@ -63,7 +66,13 @@ class StepWorker:
         finally:
             self._graphs.clear()
 
+    def _note_span(self, step: Step, stage: Stage | None, part: int, start: float) -> None:
+        if stage is not None:
+            action = Action(kind=stage.kind, stage=stage.index, microbatch=part, worker=self.index)
+            step.note_span(action, start)
+
     def _run_forward(self, step: Step, call: Call, part: int) -> None:
+        start = perf_counter()
         call.check_unwritten()
         if call.unit is not None and step.route.keeps_graphs:
             key = (call.unit, part)
@@ -76,9 +85,12 @@ class StepWorker:
                 leaves, structure = self._run_call(
                     call, part, lambda source, rows: part_of(source, rows, call, part), grad=False
                 )
+        if call.stage is not None:
+            self._note_span(step, call.stage.stage, part, start)
         step.keep_results(call, part, leaves, structure)
 
     def _run_backward(self, step: Step, run: BackwardRun, part: int) -> None:
+        start = perf_counter()
         graph = self._graphs.pop((run.unit, part), None)
         if graph is None:
             graph = UnitGraph(part, self._run_call)
@@ -86,6 +98,7 @@ class StepWorker:
                 graph.run(call)
         gradients = step.await_gradients(run, part)
         result = graph.run_backward(gradients)
+        self._note_span(step, run.unit.stage, part, start)
         step.end_unit(
             run,
             part,
@@ -135,11 +148,11 @@ class StepWorker:
 class Executor:
     """The threads of all workers."""
 
-    def __init__(self, *, num_workers: int) -> None:
+    def __init__(self, *, num_workers: int, prepare: Callable[[], None] = lambda: None) -> None:
         self._driver_leaves = HostLeaves()
         self.draws = Draws(torch.default_generator)
         self._workers = [StepWorker(index, self.draws) for index in range(num_workers)]
-        self._team = ThreadTeam(num_workers, name="worker", prepare=lambda: None)
+        self._team = ThreadTeam(num_workers, name="worker", prepare=prepare)
 
     def start(self, step: Step) -> Callable[[], None]:
         """Let the workers begin a step; returns what waits until all have left it."""
