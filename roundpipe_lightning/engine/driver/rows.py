@@ -1,33 +1,34 @@
 """Trials: where the tensors of a block's call have the batch's rows, and whether rows stay apart.
 
-A block runs on one to three rows, a few times:
+A block runs on a few of the first rows, five times:
 
 ```
 1  [a]             shapes for one row
-2  [a, b * 100]    shapes for two rows; what is computed for a is the same beside other rows,
-3  [a, c * -100]   whatever their values are,
-4  [b, a, a]       wherever a lies, and however many rows there are
-5  [a, a, a, ...]  rows and tokens alike: all of them go to the same expert, which may be full
+2  [a, b * 100]    shapes for two; a's results do not depend on the values of other rows,
+3  [a, c * -100]   whatever these are,
+4  [b, a, a]       nor on its place or on the number of rows
+5  [a, a, a, ...]  rows and tokens alike: all go to the same expert, which may have no more room
 ```
 
 Values alone do not tell enough, so the runs are watched:
 
-- a small weight (a LayerScale of 1e-6, a gate of zeros) would hide what it multiplies: operations
-  get a larger one, and where a result has the shape of an argument, the difference is compared;
-- random numbers are constants, else dropout and DropPath would look like a dependence;
-- a tensor without rows that was computed from rows (a block's auxiliary loss) is a mean over the
-  rows even where its value is the same for all of them;
-- Python code that takes a number from rows may go by it for values that the trial does not have.
+- Operations get a larger weight in place of a small one (a LayerScale of 1e-6, a gate of zeros),
+  which would hide what it multiplies. What a block adds to an argument is compared, not the sum.
+- Random draws are constants: dropout and DropPath would look like a dependence on other rows.
+- A tensor without rows that is computed from rows (an auxiliary loss) is refused, even where it has
+  the same value for all of them.
+- Code that takes a number from rows may go by it, for values that are not among these rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
+import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -45,28 +46,26 @@ RunBlock: TypeAlias = Callable[[Sequence[Any]], tuple[Sequence[Any], TreeSpec]]
 """Runs a block on flat arguments; returns its flat results and their structure."""
 
 _Reading: TypeAlias = tuple[Rows | None, ...]
-_Row: TypeAlias = tuple[int, float]  # one of the first rows, and what it is multiplied by
+_TrialRow: TypeAlias = tuple[int, Callable[[Tensor, int], Tensor]]
+"""One of the first rows, by its index, and what is made of it: of a tensor, by rows of `dim`."""
 
-_ALIKE = 0.0  # stands for the factor of rows whose tokens are alike
-_FIRST_ROWS = 3
+_NUM_FIRST = 3
 _MOST_READINGS = 12
 _MOST_ALIKE_BYTES = 2**20
 _SMALL_WEIGHT = 1e-2
-_OUTLIERS = 0.01  # share of tokens that rounding may send to another expert
-_TOLERANCES = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 1e-1}  # by bytes of the narrowest dtype computed in
-_NUMBERS = frozenset(
-    {"__bool__", "__complex__", "__float__", "__index__", "__int__", "item", "tolist", "numpy"}
-    | {"__array__", "equal", "allclose", "is_nonzero"}
+_OUTLIERS = 0.01  # share of the values of tokens that rounding may send to another expert
+_TOLERANCES = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 1e-1}  # by bytes of the narrowest type computed in
+_LAYER_NUMBER = re.compile(r"(layer|block)_?(idx|index|id|number)")
+_NUMBERS = re.compile(
+    r"__(array|bool|complex|float|index|int)__|allclose|equal|is_nonzero|item|numpy|tolist"
 )
-_INDICES = frozenset({"nonzero", "argwhere", "nonzero_static", "nonzero_numpy"})
-_DROPOUTS = ("dropout", "attention", "rnn", "lstm", "gru")
 
 
 class MixedRowsError(Exception):
     """A call cannot be made for parts of the batch.
 
     Attributes:
-        reason: What the block does, to follow its name.
+        reason: What the block does: a sentence's end, after the block's name.
     """
 
     def __init__(self, reason: str) -> None:
@@ -75,7 +74,7 @@ class MixedRowsError(Exception):
 
 
 class _ReadingError(MixedRowsError):
-    """The rows may be elsewhere in the arguments than was tried."""
+    """The rows may lie elsewhere in the arguments than was tried."""
 
 
 class _RaisedError(_ReadingError):
@@ -84,23 +83,23 @@ class _RaisedError(_ReadingError):
 
 @dataclass(frozen=True, slots=True)
 class LazyArgument:
-    """An argument of which the first rows can be computed.
+    """An argument that workers compute.
 
     Attributes:
-        rows: Where it has the rows; None: it is the same for all.
+        form: Its form.
         take: Returns the values of the rows from a start to a stop; without rows: all values.
     """
 
-    rows: Rows | None
+    form: TensorForm
     take: Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class FormTrial:
-    """What was found by running a block on a few rows.
+    """The form of a call, found by running its block on a few rows.
 
     Attributes:
-        form: The form of the call.
+        form: The form.
         num_rows: Rows of the batch.
     """
 
@@ -109,68 +108,86 @@ class FormTrial:
 
 
 def find_form(
-    run: RunBlock,
+    run_block: RunBlock,
     arguments: Sequence[Any],
     *,
     num_rows: int | None = None,
     buffers: Sequence[Tensor] = (),
     trusts_rows: bool = False,
 ) -> FormTrial:
-    """Find where the tensors of a call have the batch's rows, by running it on a few.
+    """Find where the tensors of a call have the batch's rows, by running it on a few of them.
 
     Args:
-        run: Runs the block once. It is called two to six times for each way to read the arguments.
-            Objects among the arguments are passed as they are.
-        arguments: Flat `(args, kwargs)`: `LazyArgument`s, tensors and plain values.
+        run_block: Runs the block once. It is called five times, and again for each other way to
+            read where the arguments have rows. Objects among these are passed as they are.
+        arguments: Flat `(args, kwargs)`: a `LazyArgument` for each tensor that workers compute,
+            other tensors and plain values. Parameters never have rows.
         num_rows: Rows of the batch; None: the first tensor tells, by dimension 0 or 1.
-        buffers: Tensors that the block must not write into; they keep their values.
+        buffers: Tensors that the block must not write into. They keep their values.
         trusts_rows: Take the rows to be independent: only shapes are found, by two runs.
 
     Raises:
         MixedRowsError: If the call cannot be made for parts of the batch.
     """
+    values = [
+        x.take(0, min(_NUM_FIRST, num_rows or _NUM_FIRST)) if isinstance(x, LazyArgument) else x
+        for x in arguments
+    ]
     first_error: _ReadingError | None = None
-    for rows_here, reading in _readings(arguments, num_rows):
-        trial = _Trial(run, arguments, reading, rows_here, buffers)
+    for size, reading in _readings(arguments, num_rows):
+        trial = _Trial(run_block, values, reading, size, buffers)
         try:
-            return FormTrial(trial.find_form(trusts_rows=trusts_rows), rows_here)
+            return FormTrial(trial.trust_rows() if trusts_rows else trial.check_rows(), size)
         except _ReadingError as error:
-            if first_error is None or (
-                isinstance(first_error, _RaisedError) and not isinstance(error, _RaisedError)
-            ):
+            is_clearer = isinstance(first_error, _RaisedError) > isinstance(error, _RaisedError)
+            if first_error is None or is_clearer:
                 first_error = error
     raise first_error or MixedRowsError("none of its arguments has the batch's rows")
 
 
-def form_key(block: nn.Module, arguments: Sequence[Any], context: Hashable) -> Hashable:
+def form_key(
+    modules: Iterable[tuple[str, type, Mapping[str, Any]]],
+    arguments: Sequence[Any],
+    *,
+    num_rows: int | None,
+    context: Hashable,
+) -> Hashable:
     """Return a key that is equal for calls of the same form, such as those of equal layers.
 
-    It has the block's classes, hooks, flags, names and the shapes of parameters, and the shapes of
-    arguments but for rows. Numbers among the attributes are left out: a layer's index is one.
-
     Args:
-        arguments: Flat: a pair of a tensor's form and its `requires_grad`, or a plain value.
-        context: The structure of the arguments, autocast and whatever else the form depends on.
+        modules: The name, the class and `vars` of each module in the block.
+        arguments: As those of `find_form`.
+        num_rows: As that of `find_form`.
+        context: The structure of the arguments, autocast and whatever else a form depends on.
     """
-    modules = tuple((name, *_module_key(module)) for name, module in block.named_modules())
-    return modules, tuple(map(_plain_key, arguments)), context
+
+    def argument_key(value: Any) -> Any:
+        if isinstance(value, LazyArgument):
+            return value.form
+        if isinstance(value, Tensor):
+            sizes = ("rows" if size == num_rows else size for size in value.shape)
+            return (value.dtype, isinstance(value, nn.Parameter), *sizes)
+        return _plain_key(value)
+
+    keys = tuple((name, kind, *_module_key(values)) for name, kind, values in modules)
+    return keys, tuple(map(argument_key, arguments)), context
 
 
-def _module_key(module: nn.Module) -> tuple[Any, ...]:
-    tables: dict[str, Any] = vars(module)
-    tensors = (*tables["_parameters"].items(), *tables["_buffers"].items())
-    return (
-        type(module),
-        tuple((name, None if t is None else (t.shape, t.dtype)) for name, t in tensors),
-        tuple((k, _plain_key(v)) for k, v in tables.items() if k[:1] != "_" and k != "forward"),
-        tuple(len(v) for k, v in tables.items() if k.endswith("_hooks")),
-    )
+def _module_key(values: Mapping[str, Any]) -> Iterator[Hashable]:
+    for name, value in values.items():
+        if name in ("_parameters", "_buffers"):
+            for key, tensor in value.items():
+                yield key, None if tensor is None else (tensor.shape, tensor.dtype)
+        elif name.endswith("_hooks"):
+            yield len(value)
+        elif not (name.startswith("_") or _LAYER_NUMBER.search(name) or isinstance(value, float)):
+            yield name, _plain_key(value)
 
 
 def _plain_key(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, str, TensorForm, torch.dtype)):
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return tuple(map(_plain_key, value))
     return getattr(value, "__code__", type(value))
 
@@ -179,28 +196,26 @@ def _plain_key(value: Any) -> Any:
 
 
 def _readings(arguments: Sequence[Any], num_rows: int | None) -> Iterator[tuple[int, _Reading]]:
-    """Give the ways to read where arguments have rows, the likeliest first."""
-    tensors = [x for x in arguments if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
-    lazy = (x.rows.dim for x in arguments if isinstance(x, LazyArgument) and x.rows is not None)
+    """Give ways to read where arguments have rows, with the number of rows, the likeliest first."""
+    tensors = [x for x in arguments if _is_batch_tensor(x)]
+    lazy = [x.form.rows for x in arguments if isinstance(x, LazyArgument) and x.form.rows]
     if num_rows is not None:
-        leads = [(num_rows, next(lazy, 0))]
+        leads = [(num_rows, lazy[0].dim if lazy else 0)]
     else:
-        floating = [x for x in tensors if x.dim() > 1 and x.is_floating_point()]
-        lead = next(iter((*floating, *(x for x in tensors if x.dim()))), None)
-        if lead is None:
-            return
+        by_likelihood = sorted(tensors, key=lambda x: not (x.is_floating_point() and x.dim() > 1))
+        shape = next((x.shape for x in by_likelihood if x.dim()), ())
         # The last dimension is that of features.
-        leads = [(lead.shape[dim], dim) for dim in range(max(1, min(2, lead.dim() - 1)))]
-    shapes = list(dict.fromkeys(x.shape for x in tensors))
+        leads = [(size, dim) for dim, size in enumerate(shape[: max(1, min(2, len(shape) - 1))])]
+    shapes = list(dict.fromkeys(x.shape for x in tensors))  # tensors of one shape are read alike
     for size, lead_dim in leads:
         options = [_options(shape, size, lead_dim) for shape in shapes]
         for choice in itertools.islice(itertools.product(*options), _MOST_READINGS):
-            by_shape = dict(zip(shapes, choice, strict=True))
+            places = iter([dict(zip(shapes, choice, strict=True))[x.shape] for x in tensors])
             reading = tuple(
-                x.rows
+                x.form.rows
                 if isinstance(x, LazyArgument)
-                else by_shape[x.shape]
-                if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
+                else next(places)
+                if _is_batch_tensor(x)
                 else None
                 for x in arguments
             )
@@ -208,25 +223,29 @@ def _readings(arguments: Sequence[Any], num_rows: int | None) -> Iterator[tuple[
                 yield size, reading
 
 
+def _is_batch_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
 def _options(shape: torch.Size, num_rows: int, lead_dim: int) -> list[Rows | None]:
-    """Return the places that rows may have in a tensor. No dimension may: all rows share it."""
-    dims = dict.fromkeys([lead_dim, *range(len(shape))])
+    """Return the places that rows may have in a tensor. None stands for a tensor of all rows."""
+    dims = dict.fromkeys([lead_dim, 0, *range(len(shape) - 1)])
     exact = [Rows(dim) for dim in dims if dim < len(shape) and shape[dim] == num_rows]
-    several = shape[0] // num_rows if shape and not exact and num_rows else 0
-    is_multiple = several > 1 and shape[0] % num_rows == 0
-    return [*exact, None, *([Rows(0, several)] if is_multiple else [])]
+    has_several = shape and not exact and shape[0] > num_rows and shape[0] % num_rows == 0
+    return [*exact, None, *([Rows(0, shape[0] // num_rows)] if has_several else [])]
 
 
 # --- runs -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Results:
-    """Results of a run, and the arguments that it had."""
+class _Run:
+    """A run of the block: its arguments, its results and their structure."""
 
-    leaves: Sequence[Any]
-    structure: TreeSpec
     arguments: Sequence[Any]
+    results: Sequence[Any]
+    structure: TreeSpec
+    num_rows: int
 
 
 class _Trial:
@@ -234,212 +253,181 @@ class _Trial:
 
     def __init__(
         self,
-        run: RunBlock,
-        arguments: Sequence[Any],
+        run_block: RunBlock,
+        values: Sequence[Any],
         reading: _Reading,
         num_rows: int,
         buffers: Sequence[Tensor],
     ) -> None:
-        self._run_block = run
+        self._run_block = run_block
         self._reading = reading
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
-        self._num_first = min(_FIRST_ROWS, num_rows)
-        self._first = [self._first_rows(x, p) for x, p in zip(arguments, reading, strict=True)]
-        row_bytes = sum(
-            x.nbytes for x, place in zip(self._first, reading, strict=True) if place
-        ) // max(self._num_first, 1)
-        self._num_alike = max(3, min(num_rows, _MOST_ALIKE_BYTES // max(row_bytes, 1)))
-        self._watch = _Watch()
-        self._modes: tuple[AbstractContextManager[Any], ...] = ()
+        self._num_first = min(_NUM_FIRST, num_rows)
+        self._values = [
+            x if p is None else x.detach().narrow(p.dim, 0, self._num_first * p.repeat)
+            for x, p in zip(values, reading, strict=True)
+        ]
+        sizes = [x.nbytes for x, p in zip(self._values, reading, strict=True) if p is not None]
+        most_alike = _MOST_ALIKE_BYTES * self._num_first // max(sum(sizes), 1)
+        self._num_alike = max(_NUM_FIRST, min(num_rows, most_alike))
+        self._watch: _Watch | None = None
 
-    def _first_rows(self, argument: Any, place: Rows | None) -> Any:
-        if isinstance(argument, LazyArgument):
-            return argument.take(0, self._num_first).detach()
-        if place is None:
-            return argument
-        return argument.detach().narrow(place.dim, 0, self._num_first * place.repeat)
+    def trust_rows(self) -> CallForm:
+        return self._form(self._run([_A]), self._run([_A, _B]))
 
-    def find_form(self, *, trusts_rows: bool) -> CallForm:
-        if trusts_rows:
-            return self._form(self._run([(0, 1.0)]), self._run([(0, 1.0), (1, 1.0)]))
-        self._modes = (self._watch, _Numbers(self._watch))
-        one = self._run([(0, 1.0)])
-        beside = [self._run_beside(1, 100.0), self._run_beside(2, -100.0)]
-        three = self._run([(1, 1.0), (0, 1.0), (0, 1.0)])
-        alike = self._run([(0, _ALIKE)] * self._num_alike)
-        form = self._form(one, beside[0])
-        if self._watch.sees_numbers:
+    def check_rows(self) -> CallForm:
+        watch = self._watch = _Watch()
+        one, two = self._run([_A]), self._run_beside(1, 100.0)
+        form = self._form(one, two)
+        other_two, three = self._run_beside(2, -100.0), self._run([_B, _A, _A])
+        alike = self._run([(0, _make_alike)] * self._num_alike)
+        if watch.sees_numbers:
             raise MixedRowsError("its code takes a number from the rows, and may go by it")
-        for results in (beside[1], three, alike):
-            self._check_shapes(form, results)
-        tolerance = self._watch.tolerance
-        for slot, made in enumerate(form.results):
-            if not isinstance(made, TensorForm):
+        runs = (one, two, other_two, three, alike)
+        pairs = (  # those of the first have the same number of rows: rounding is the same
+            (0.0, (two, 0), (other_two, 0)),
+            *((_OUTLIERS, (one, 0), part) for part in ((two, 0), (three, 1), (three, 2))),
+            (_OUTLIERS, (alike, 0), (alike, self._num_alike - 1)),
+        )
+        for run in runs:
+            self._form(one, run)
+        for slot, result in enumerate(form.results):
+            if not isinstance(result, TensorForm):
                 continue
-            if made.rows is None:
-                every = [r.leaves[slot] for r in (one, *beside, three, alike)]
-                if any(map(self._watch.is_marked, every)):
-                    raise _ReadingError("it computes a tensor from all rows together")
-                pairs = [(_Part(every[0], ()), _Part(x, ()), _OUTLIERS) for x in every[1:]]
-            else:
-                parts = [self._part(r, slot, made, 0) for r in (one, *beside, alike)]
-                late = [self._part(three, slot, made, row) for row in (1, 2)]
-                last = self._part(alike, slot, made, self._num_alike - 1)
-                pairs = [
-                    (parts[1], parts[2], 0.0),
-                    *((parts[0], part, _OUTLIERS) for part in (parts[1], *late)),
-                    (parts[3], last, _OUTLIERS),
-                ]
-            if not all(_close(x, y, tolerance, share) for x, y, share in pairs):
-                raise _ReadingError("what it gives for a row depends on the other rows")
+            if any(result.shape_for(run.num_rows) != run.results[slot].shape for run in runs):
+                raise _ReadingError("the sizes of what it gives depend on the rows")
+            if result.rows is None and any(watch.is_marked(run.results[slot]) for run in runs):
+                raise _ReadingError("it computes a tensor from all rows together")
+            for outliers, part, other_part in pairs:
+                values, *bases = self._part(slot, result.rows, *part)
+                other_values = self._part(slot, result.rows, *other_part)[0]
+                if not _are_close(values, other_values, bases, watch.tolerance, outliers):
+                    raise _ReadingError("what it gives for a row depends on the other rows")
         return form
 
-    def _run_beside(self, row: int, factor: float) -> _Results:
+    def _run_beside(self, index: int, factor: float) -> _Run:
         try:
-            return self._run([(0, 1.0), (row, factor)])
+            return self._run([_A, (index, functools.partial(_enlarge, factor=factor))])
         except _RaisedError:  # it may refuse such numbers
-            return self._run([(0, 1.0), (row, 1.0)])
+            return self._run([_A, (index, _fill)])
 
-    def _run(self, rows: Sequence[_Row]) -> _Results:
-        leaves = [
-            self._rows_of(x, place, rows)
-            for x, place in zip(self._first, self._reading, strict=True)
+    def _run(self, rows: Sequence[_TrialRow]) -> _Run:
+        arguments = [
+            x if p is None else torch.cat([self._row(x, p, *row) for row in rows], p.dim)
+            for x, p in zip(self._values, self._reading, strict=True)
         ]
-        for leaf, place in zip(leaves, self._reading, strict=True):
-            if place is not None:
-                self._watch.mark(leaf)
-        kept = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        # A block may write into them.
+        copies = [x.detach().clone() if _is_batch_tensor(x) else x for x in arguments]
+        devices = {x.device for x in copies if isinstance(x, Tensor) and x.device.type != "cpu"}
         try:
-            with contextlib.ExitStack() as stack:
-                for context in (
-                    _same_randomness(leaves),
-                    torch.no_grad(),
-                    _without_autocast_cache(),
-                ):
-                    stack.enter_context(context)
-                for mode in self._modes:
-                    stack.enter_context(mode)
-                results, structure = self._run_block(leaves)
+            with _isolated(devices), contextlib.ExitStack() as modes:
+                if self._watch is not None:
+                    self._watch.mark_rows(copies, self._reading)
+                    modes.enter_context(self._watch)
+                    modes.enter_context(_NumberWatch(self._watch))
+                results, structure = self._run_block(copies)
         except (MixedRowsError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            kind = type(error).__name__
-            reason = f"it raises {kind} for {len(rows)} rows ({error})"
-            raise _RaisedError(reason) from error
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise _RaisedError(f"it does not run on {len(rows)} of the rows ({text})") from error
         finally:
             written = [pair for pair in self._buffers if not torch.equal(*pair)]
             for buffer, before in written:
                 buffer.detach().copy_(before)
         if written:
             raise MixedRowsError("it writes into buffers")
-        return _Results(results, structure, kept)
+        return _Run(arguments, results, structure, len(rows))
 
-    def _rows_of(self, first: Any, place: Rows | None, rows: Sequence[_Row]) -> Any:
-        if place is None:
-            is_own = isinstance(first, Tensor) and not isinstance(first, nn.Parameter)
-            return first.detach().clone() if is_own else first
-        return torch.cat([self._row(first, place, *row) for row in rows], place.dim)
+    def _row(
+        self, values: Tensor, place: Rows, index: int, change: Callable[[Tensor, int], Tensor]
+    ) -> Tensor:
+        start = min(index, self._num_first - 1) * place.repeat
+        row = values.narrow(place.dim, start, place.repeat)
+        can_change = row.is_floating_point() and row.numel() and bool(row.isfinite().all())
+        return change(row, place.dim) if can_change else row
 
-    def _row(self, first: Tensor, place: Rows, index: int, factor: float) -> Tensor:
-        index = min(index, self._num_first - 1)
-        row = first.narrow(place.dim, index * place.repeat, place.repeat)
-        if not row.is_floating_point() or not row.numel() or not bool(row.isfinite().all()):
-            return row
-        if factor == _ALIKE:
-            for dim in range(row.dim() - 1):
-                row = row.narrow(dim, 0, 1).expand_as(row)
-            return row
-        if factor != 1.0:
-            # In other places: what is at the largest place differs, too.
-            dims = [dim for dim in range(row.dim()) if dim != place.dim]
-            row = row.roll([1] * len(dims), dims) if dims else row
-            return (row + _numbers(row)) * factor
-        return row + _numbers(row) if bool((row == row.flatten()[0]).all()) else row
-
-    # --- results ----------------------------------------------------------------------------------
-
-    def _form(self, one: _Results, two: _Results) -> CallForm:
-        """Return the form of the results for one row and for two."""
-        self._check_structure(one, two)
-        forms = [
-            _form_of(x, y) if isinstance(x, Tensor) else x
-            for x, y in zip(one.leaves, two.leaves, strict=True)
-        ]
+    def _form(self, one: _Run, several: _Run) -> CallForm:
+        """Return the form of a call by its results for one row and for several."""
+        pairs = list(zip(one.results, several.results, strict=False))
+        if one.structure != several.structure or not all(itertools.starmap(_are_same_kind, pairs)):
+            raise _ReadingError("it gives other values for another number of rows")
+        forms = [_tensor_form(x, y) if isinstance(x, Tensor) else x for x, y in pairs]
         return CallForm(self._reading, tuple(forms), one.structure)
 
-    def _check_structure(self, one: _Results, other: _Results) -> None:
-        if one.structure != other.structure or not all(
-            isinstance(y, Tensor) and x.dtype == y.dtype
-            if isinstance(x, Tensor)
-            else not isinstance(y, Tensor) and _is_equal(x, y)
-            for x, y in zip(one.leaves, other.leaves, strict=True)
-        ):
-            raise _ReadingError("it gives other values for another number of rows")
-
-    def _check_shapes(self, form: CallForm, results: _Results) -> None:
-        places = zip(self._reading, results.arguments, strict=True)
-        num_rows = next(x.shape[p.dim] // p.repeat for p, x in places if p is not None)
-        for made, x in zip(form.results, results.leaves, strict=True):
-            if isinstance(made, TensorForm) and made.shape_for(num_rows) != x.shape:
-                raise _ReadingError("the sizes of what it gives depend on the rows")
-
-    def _part(self, results: _Results, slot: int, made: TensorForm, row: int) -> _Part:
-        """Return what was computed for a row, with the arguments that it may have been added to."""
-        assert made.rows is not None, "a result has rows where there is a part for each"
-        place, whole = made.rows, results.leaves[slot]
-
-        def part(tensor: Tensor) -> Tensor:
-            return tensor.narrow(place.dim, row * place.repeat, place.repeat)
-
-        bases = [
-            part(x)
-            for x, argument_place in zip(results.arguments, self._reading, strict=True)
-            if argument_place == place and x.shape == whole.shape and x.dtype == whole.dtype
+    def _part(self, slot: int, place: Rows | None, run: _Run, row: int) -> list[Tensor]:
+        """Return the result for a row, and arguments that something may have been added to."""
+        whole = run.results[slot]
+        if place is None:
+            return [whole]
+        alike = [
+            x
+            for x, p in zip(run.arguments, self._reading, strict=True)
+            if p == place and x.shape == whole.shape and x.dtype == whole.dtype
         ]
-        return _Part(part(whole), bases)
+        return [x.narrow(place.dim, row * place.repeat, place.repeat) for x in (whole, *alike)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Values for a row, and arguments that they may be the sum of with something."""
+def _fill(row: Tensor, dim: int) -> Tensor:
+    """Return other numbers for a row of zeros, which would hide what they are multiplied by."""
+    del dim
+    lowest, highest = row.aminmax()
+    return row + _numbers(row) if lowest == highest else row
 
-    values: Tensor
-    bases: Sequence[Tensor]
+
+def _enlarge(row: Tensor, dim: int, factor: float) -> Tensor:
+    """Return a row of larger numbers, in other places: a batch of one row has no other row."""
+    dims = [d for d in range(row.dim()) if d != dim]
+    return ((row.roll([1] * len(dims), dims) if dims else row) + _numbers(row)) * factor
 
 
-def _form_of(one: Tensor, two: Tensor) -> TensorForm:
-    differing = [d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b]
-    if one.dim() != two.dim() or len(differing) > 1:
+def _make_alike(row: Tensor, dim: int) -> Tensor:
+    """Return a row whose tokens are the first one."""
+    del dim
+    for token_dim in range(row.dim() - 1):
+        row = row.narrow(token_dim, 0, 1).expand_as(row)
+    return row
+
+
+_A: _TrialRow = (0, _fill)
+_B: _TrialRow = (1, _fill)
+
+
+def _are_same_kind(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype
+    is_plain = isinstance(one, (bool, int, float, str, torch.Size))
+    return type(one) is type(other) and (not is_plain or one == other)
+
+
+def _tensor_form(one: Tensor, several: Tensor) -> TensorForm:
+    sizes = enumerate(zip(one.shape, several.shape, strict=False))
+    dims = [dim for dim, (size, other_size) in sizes if size != other_size]
+    if one.dim() != several.dim() or len(dims) > 1:
         raise _ReadingError("what it gives has the batch's rows in no one dimension")
-    if not differing:
-        return TensorForm(one.shape, one.dtype, None)
-    dim = differing[0]
-    if two.shape[dim] != 2 * one.shape[dim]:
-        raise _ReadingError("the sizes of what it gives depend on the rows")
-    return TensorForm(one.shape, one.dtype, Rows(dim, one.shape[dim]))
+    rows = Rows(dims[0], one.shape[dims[0]]) if dims else None
+    return TensorForm(one.shape, one.dtype, rows)
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and (
-        one == other or not isinstance(one, (bool, int, float, str, torch.Size))
-    )
+def _are_close(
+    one: Tensor, other: Tensor, bases: Sequence[Tensor], tolerance: float, outliers: float
+) -> bool:
+    """Return whether values agree, but for rounding, in all but a share of them.
 
-
-def _close(one: _Part, other: _Part, tolerance: float, outliers: float) -> bool:
-    """Return whether values agree, but for rounding, in all but a share of the tokens."""
-    x, y = one.values, other.values
-    if x.shape != y.shape:
-        return False
-    if not (x.is_floating_point() or x.is_complex()):
-        return float((x != y).float().mean()) <= outliers if x.numel() else True
-    x, y = x.to(torch.float64), y.to(torch.float64)
-    added = [(x - base.to(torch.float64)) for base in one.bases] or [x]
-    scale = (
-        min(float(values.abs().nan_to_num(0, 0, 0).amax()) for values in added) if x.numel() else 0
-    )
-    bound = tolerance * scale + 2 * torch.finfo(one.values.dtype).eps * x.abs()
-    is_far = ~(((x - y).abs() <= bound) | (x == y) | (x.isnan() & y.isnan()))
-    return float(is_far.float().mean()) <= outliers if x.numel() else True
+    Args:
+        bases: Tensors that something may have been added to: rounding is relative to this.
+    """
+    if not one.numel():
+        return True
+    if not one.is_floating_point():
+        return float((one != other).double().mean()) <= outliers
+    epsilon = torch.finfo(one.dtype).eps
+    one, other, *bases = (x.to("cpu", torch.float64) for x in (one, other, *bases))
+    added = [one - base for base in bases] or [one]
+    scale = min(float(x.abs().nan_to_num(0, 0, 0).amax()) for x in added)
+    bound = tolerance * scale + 2 * epsilon * one.abs().nan_to_num(0, 0, 0)
+    is_close = ((one - other).abs() <= bound) | (one == other) | (one.isnan() & other.isnan())
+    return float((~is_close).double().mean()) <= outliers
 
 
 def _numbers(like: Tensor) -> Tensor:
@@ -447,11 +435,13 @@ def _numbers(like: Tensor) -> Tensor:
     return numbers.to(like.dtype).view(like.shape)
 
 
-# --- what is watched ------------------------------------------------------------------------------
+# --- watches --------------------------------------------------------------------------------------
 
 
 class _Watch(TorchDispatchMode):
-    """While entered: marks what is computed from rows; weights are not small, draws are constants.
+    """Sees the operations of runs: marks what is computed from rows.
+
+    Storages are marked: a view is another tensor of the same storage.
 
     Attributes:
         sees_numbers: Whether Python code was given a number that was computed from rows.
@@ -471,62 +461,63 @@ class _Watch(TorchDispatchMode):
         return _TOLERANCES[self._narrowest]
 
     def mark(self, tensor: Tensor) -> None:
-        if tensor.layout is torch.strided:
-            self._marked.add(StorageWeakRef(tensor.untyped_storage()))
+        self._marked.add(StorageWeakRef(tensor.untyped_storage()))
 
-    def is_marked(self, tensor: Any) -> bool:
-        return (
-            isinstance(tensor, Tensor)
-            and tensor.layout is torch.strided
-            and StorageWeakRef(tensor.untyped_storage()) in self._marked
-        )
+    def mark_rows(self, arguments: Sequence[Any], reading: _Reading) -> None:
+        for argument, place in zip(arguments, reading, strict=True):
+            if place is not None:
+                self.mark(argument)
+
+    def is_marked(self, value: Any) -> bool:
+        if not (isinstance(value, Tensor) and value.layout is torch.strided):
+            return False
+        return StorageWeakRef(value.untyped_storage()) in self._marked
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):  # noqa: SLF001
-            result = func(*args, **kwargs)
-            self._mark_results(args, kwargs, result)
-            return result
-        name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
-        if not func._schema.is_mutable:  # noqa: SLF001
+        schema = getattr(func, "_schema", None)  # no operator of higher order has one
+        is_mutable = schema is not None and schema.is_mutable
+        if not is_mutable:
             args, kwargs = tree_map(self._weight, (args, kwargs))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            result = _draw_constant(func, name, args, kwargs)
+        kwargs = kwargs or {}
+        if schema is not None and torch.Tag.nondeterministic_seeded in func.tags:
+            result = _draw_constant(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
-        if func._schema.is_mutable:  # noqa: SLF001
-            self._mark_results(args, kwargs, (result, args[:1], kwargs.get("out")))
-        elif not (name.startswith("new_") or name.endswith("_like") or name in _INDICES):
-            self._mark_results(args, kwargs, result)
+        written = (args[:1], kwargs.get("out")) if is_mutable else ()
+        self._mark_results(func.name(), (args, kwargs), (result, written))
         return result
 
-    def _mark_results(self, args: Any, kwargs: Any, results: Any) -> None:
-        is_from_rows = any(map(self.is_marked, tree_leaves((args, kwargs))))
+    def _mark_results(self, name: str, arguments: Any, results: Any) -> None:
+        # Indices of tokens may decide which experts run: what follows is seen in the results.
+        has_values = not re.search("::(new_|nonzero)|_like", name)
+        is_from_rows = has_values and any(map(self.is_marked, tree_leaves(arguments)))
         for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor):
-                if tensor.is_floating_point():
-                    self._narrowest = min(self._narrowest, tensor.element_size())
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
                 if is_from_rows:
                     self.mark(tensor)
+                if tensor.is_floating_point():
+                    size = tensor.element_size()
+                    is_tf32 = size == 4 and tensor.device.type != "cpu"
+                    self._narrowest = min(self._narrowest, 2 if is_tf32 else size)
 
     def _weight(self, value: Any) -> Any:
-        """Return a parameter, or one with larger numbers in place of a small one."""
-        if not isinstance(value, nn.Parameter) or not value.is_floating_point():
+        """Return a parameter, or one with larger numbers in place of one with small ones."""
+        if type(value) is not nn.Parameter or not value.is_floating_point() or not value.numel():
             return value
         if value not in self._weights:
-            weight: Tensor = value.detach()
-            largest = float(weight.abs().amax()) if weight.numel() else 1.0
+            weight = value.detach()
+            largest = float(weight.abs().amax())
             if largest < _SMALL_WEIGHT:
                 weight = weight * (0.1 / largest) if largest else _numbers(weight) * 0.1
             self._weights[value] = weight
         return self._weights[value]
 
 
-class _Numbers(TorchFunctionMode):
+class _NumberWatch(TorchFunctionMode):
     """Sees where Python code takes numbers from rows.
 
-    Several integers, such as those of tokens for each expert, are sizes of parts: what follows
-    from these is seen in the results.
+    A list of integers, such as the number of tokens for each expert, is no such number: it says how
+    tensors are split, and what follows is seen in the results.
     """
 
     def __init__(self, watch: _Watch) -> None:
@@ -535,57 +526,45 @@ class _Numbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _NUMBERS:
-            tensor = args[0]
-            if tensor.is_floating_point() or tensor.numel() == 1 or name in ("equal", "allclose"):
+        if _NUMBERS.fullmatch(name):
+            is_list = not args[0].is_floating_point() and args[0].numel() > 1 == len(args)
+            if not is_list:
                 self._watch.sees_numbers |= any(map(self._watch.is_marked, args))
-        elif name == "_pack_padded_sequence":  # it reads lengths
+        elif name == "_pack_padded_sequence":  # it reads the lengths
             self._watch.sees_numbers |= self._watch.is_marked(args[1])
         return func(*args, **(kwargs or {}))
 
 
-def _draw_constant(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Draw the same random number for every row; drop nothing."""
+def _draw_constant(func: Any, args: Any, kwargs: Any) -> Any:
+    """Draw the same random number for every row, and drop nothing."""
     names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001
-    args = [
-        0.0 if n in ("p", "dropout_p", "dropout") else x for n, x in zip(names, args, strict=False)
-    ]
-    kwargs = {n: 0.0 if n == "dropout_p" else x for n, x in kwargs.items()}
-    result = func(*args, **kwargs)
-    if not any(part in name for part in _DROPOUTS):
-        bounds = dict(zip(names, args, strict=False))
-        middle = (bounds.get("from", 0.0) + bounds.get("to", 1.0)) / 2 if "uniform" in name else 0.5
-        for tensor in tree_leaves(result):
-            is_number = tensor.is_floating_point()
-            tensor.fill_(1 if "bernoulli" in name else middle if is_number else 0)
+    dropouts = {"p", "dropout_p", "dropout"}.intersection(names)
+    args = [0.0 if name in dropouts else x for name, x in zip(names, args, strict=False)]
+    result = func(*args, **{name: 0.0 if name in dropouts else x for name, x in kwargs.items()})
+    name = func.name()
+    if dropouts and "bernoulli" not in name and "geometric" not in name:
+        return result
+    drawn = dict(zip(names, args, strict=False)) | kwargs
+    middle = (drawn.get("from", 0.0) + drawn.get("to", 1.0)) / 2 if "uniform" in name else 0.5
+    for tensor in tree_leaves(result):
+        is_whole = not tensor.is_floating_point()
+        tensor.fill_(1 if "bernoulli" in name else 0 if is_whole else middle)
     return result
 
 
 @contextlib.contextmanager
-def _same_randomness(leaves: Iterable[Any]) -> Iterator[None]:
-    """Leave all random generators as they are."""
-    devices = {x.device for x in leaves if isinstance(x, Tensor) and x.device.type != "cpu"}
-    numpy = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    state = random.getstate()
+def _isolated(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Record no graph, and leave random generators and other state of the process as they are."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # as modes cannot be compiled
+        # A cast of a larger weight in place of a small one must not be kept for later calls.
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        stack.callback(random.setstate, random.getstate())
+        if numpy := sys.modules.get("numpy"):
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for device in devices:
             stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Cast weights anew: a cast of a larger one in place of a small one must not be kept."""
-    was_enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
         yield
-    finally:
-        torch.set_autocast_cache_enabled(was_enabled)

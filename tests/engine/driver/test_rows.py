@@ -87,8 +87,10 @@ def test_lazy_arguments_say_where_their_rows_are_and_give_few() -> None:
         return numbers(ROWS * TIME, WIDTH)[start * TIME : stop * TIME]
 
     run, _ = flat_run(lambda x, y: x.view(-1, TIME, WIDTH) + y, 0, 0)
-    lazy = LazyArgument(Rows(0, TIME), take)
-    shared = LazyArgument(None, lambda start, stop: numbers(TIME, WIDTH))
+    form = TensorForm(torch.Size([TIME, WIDTH]), torch.float32, Rows(0, TIME))
+    lazy = LazyArgument(form, take)
+    shared_form = TensorForm(torch.Size([TIME, WIDTH]), torch.float32, None)
+    shared = LazyArgument(shared_form, lambda start, stop: numbers(TIME, WIDTH))
     found = find_form(run, [lazy, shared], num_rows=ROWS)
     assert found.form.arguments == (Rows(0, TIME), None)
     assert found.form.results == (TensorForm(torch.Size([1, TIME, WIDTH]), torch.float32, Rows(0)),)
@@ -398,7 +400,7 @@ def test_an_error_names_itself() -> None:
         return x
 
     reason = refused(block, numbers(ROWS, WIDTH))
-    assert reason == "it raises ValueError for 1 rows (too few)"
+    assert reason == "it does not run on 1 of the rows (ValueError: too few)"
 
 
 def test_without_tensors_there_are_no_rows() -> None:
@@ -408,16 +410,37 @@ def test_without_tensors_there_are_no_rows() -> None:
 # --- keys -----------------------------------------------------------------------------------------
 
 
-def test_keys_of_equal_layers() -> None:
+def key_of(block: nn.Module, *args: Any, num_rows: int = ROWS, context: str = "train") -> Any:
+    modules = [(name, type(module), vars(module)) for name, module in block.named_modules()]
+    key = form_key(modules, args, num_rows=num_rows, context=context)
+    hash(key)
+    return key
+
+
+class Layer(DropPath):
+    def __init__(self, layer_idx: int, *, rate: float = 0.0, window: int = 3) -> None:
+        super().__init__("rand")
+        self.layer_idx = layer_idx
+        self.rate = rate
+        self.window = window
+
+
+def test_keys_of_equal_layers_and_of_batches_of_other_sizes() -> None:
     form = TensorForm(torch.Size([1, TIME, WIDTH]), torch.float32, Rows(0))
-    first, second = DropPath("rand"), DropPath("rand")
-    assert form_key(first, [form, 2], "context") == form_key(second, [form, 3], "context")
+    lazy = LazyArgument(form, lambda start, stop: numbers(stop - start, TIME, WIDTH))
+    x, mask = numbers(ROWS, WIDTH), numbers(1, TIME)
+    key = key_of(Layer(0), lazy, x, mask, 2)
+    assert key == key_of(Layer(7, rate=0.5), lazy, x, mask, 2)
+    assert key == key_of(Layer(0), lazy, numbers(ROWS + 1, WIDTH), mask, 2, num_rows=ROWS + 1)
     others = [
-        form_key(DropPath("bernoulli_"), [form, 2], "context"),
-        form_key(DropPath("rand").eval(), [form, 2], "context"),
-        form_key(DropPath("rand").double(), [form, 2], "context"),
-        form_key(first, [form, None], "context"),
-        form_key(first, [form, 2], "another context"),
-        form_key(Experts("rand"), [form, 2], "context"),
+        key_of(Layer(0, window=4), lazy, x, mask, 2),
+        key_of(DropPath("rand"), lazy, x, mask, 2),
+        key_of(Layer(0).eval(), lazy, x, mask, 2),
+        key_of(Layer(0).double(), lazy, x, mask, 2),
+        key_of(Layer(0), lazy, x.double(), mask, 2),
+        key_of(Layer(0), x, x, mask, 2),
+        key_of(Layer(0), lazy, nn.Parameter(x), mask, 2),
+        key_of(Layer(0), lazy, x, mask, 3),
+        key_of(Layer(0), lazy, x, mask, 2, context="eval"),
     ]
-    assert form_key(first, [form, 2], "context") not in others
+    assert key not in others
