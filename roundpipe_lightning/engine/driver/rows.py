@@ -56,9 +56,14 @@ _SMALL_WEIGHT = 1e-2
 _OUTLIERS = 0.01  # share of the values of tokens that rounding may send to another expert
 _TOLERANCES = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 1e-1}  # by bytes of the narrowest type computed in
 _LAYER_NUMBER = re.compile(r"(layer|block)_?(idx|index|id|number)")
-_NUMBERS = re.compile(
-    r"__(array|bool|complex|float|index|int)__|allclose|equal|is_nonzero|item|numpy|tolist"
-)
+_METADATA = re.compile("aten::(new_|nonzero)|_like")  # and indices, which say where tokens go
+_NUMBERS = {
+    "aten::_local_scalar_dense": 0,
+    "aten::_pack_padded_sequence": 1,
+    "aten::allclose": 0,
+    "aten::equal": 0,
+}
+"""Operations that read numbers, and of which argument."""
 
 
 class MixedRowsError(Exception):
@@ -184,6 +189,10 @@ def _module_key(values: Mapping[str, Any]) -> Iterator[Hashable]:
             yield name, _plain_key(value)
 
 
+def _kind_of(result: Any) -> Any:
+    return (result.dtype,) if isinstance(result, Tensor) else _plain_key(result)
+
+
 def _plain_key(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
@@ -208,6 +217,8 @@ def _readings(arguments: Sequence[Any], num_rows: int | None) -> Iterator[tuple[
         leads = [(size, dim) for dim, size in enumerate(shape[: max(1, min(2, len(shape) - 1))])]
     shapes = list(dict.fromkeys(x.shape for x in tensors))  # tensors of one shape are read alike
     for size, lead_dim in leads:
+        if not size:
+            continue
         options = [_options(shape, size, lead_dim) for shape in shapes]
         for choice in itertools.islice(itertools.product(*options), _MOST_READINGS):
             places = iter([dict(zip(shapes, choice, strict=True))[x.shape] for x in tensors])
@@ -350,7 +361,7 @@ class _Trial:
     def _form(self, one: _Run, several: _Run) -> CallForm:
         """Return the form of a call by its results for one row and for several."""
         pairs = list(zip(one.results, several.results, strict=False))
-        if one.structure != several.structure or not all(itertools.starmap(_are_same_kind, pairs)):
+        if one.structure != several.structure or any(_kind_of(x) != _kind_of(y) for x, y in pairs):
             raise _ReadingError("it gives other values for another number of rows")
         forms = [_tensor_form(x, y) if isinstance(x, Tensor) else x for x, y in pairs]
         return CallForm(self._reading, tuple(forms), one.structure)
@@ -391,13 +402,6 @@ def _make_alike(row: Tensor, dim: int) -> Tensor:
 
 _A: _TrialRow = (0, _fill)
 _B: _TrialRow = (1, _fill)
-
-
-def _are_same_kind(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.dtype == other.dtype
-    is_plain = isinstance(one, (bool, int, float, str, torch.Size))
-    return type(one) is type(other) and (not is_plain or one == other)
 
 
 def _tensor_form(one: Tensor, several: Tensor) -> TensorForm:
@@ -483,13 +487,14 @@ class _Watch(TorchDispatchMode):
             result = _draw_constant(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
+        if (place := _NUMBERS.get(func.name())) is not None:
+            self.sees_numbers |= self.is_marked(args[place])
         written = (args[:1], kwargs.get("out")) if is_mutable else ()
         self._mark_results(func.name(), (args, kwargs), (result, written))
         return result
 
     def _mark_results(self, name: str, arguments: Any, results: Any) -> None:
-        # Indices of tokens may decide which experts run: what follows is seen in the results.
-        has_values = not re.search("::(new_|nonzero)|_like", name)
+        has_values = not _METADATA.search(name)
         is_from_rows = has_values and any(map(self.is_marked, tree_leaves(arguments)))
         for tensor in tree_leaves(results):
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
@@ -514,10 +519,10 @@ class _Watch(TorchDispatchMode):
 
 
 class _NumberWatch(TorchFunctionMode):
-    """Sees where Python code takes numbers from rows.
+    """Sees what the operations of one of PyTorch's functions are for.
 
-    A list of integers, such as the number of tokens for each expert, is no such number: it says how
-    tensors are split, and what follows is seen in the results.
+    A list of integers, such as the number of tokens for each expert, is no number that code goes
+    by: it says how tensors are split, and what follows is seen in the results.
     """
 
     def __init__(self, watch: _Watch) -> None:
@@ -525,14 +530,13 @@ class _NumberWatch(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if _NUMBERS.fullmatch(name):
-            is_list = not args[0].is_floating_point() and args[0].numel() > 1 == len(args)
-            if not is_list:
-                self._watch.sees_numbers |= any(map(self._watch.is_marked, args))
-        elif name == "_pack_padded_sequence":  # it reads the lengths
-            self._watch.sees_numbers |= self._watch.is_marked(args[1])
-        return func(*args, **(kwargs or {}))
+        sees_numbers = self._watch.sees_numbers
+        if getattr(func, "__name__", "") in ("tolist", "numpy", "__array__"):
+            sees_numbers |= args[0].is_floating_point() and self._watch.is_marked(args[0])
+        result = func(*args, **(kwargs or {}))
+        if sees_numbers or func is torch.nn.functional.one_hot:  # it checks its argument
+            self._watch.sees_numbers = sees_numbers
+        return result
 
 
 def _draw_constant(func: Any, args: Any, kwargs: Any) -> Any:

@@ -350,6 +350,11 @@ MIXING: dict[str, tuple[Callable[..., Any], str]] = {
     "bool": (lambda x: x * 0.5 if (x > 1e6).any() else x, NUMBER),
     "float": (lambda x: x * 0.5 if float(x.max()) > 1e6 else x, NUMBER),
     "equal": (lambda x: x * 0.5 if torch.equal(x, x.abs()) else x, NUMBER),
+    "close": (lambda x: x * 0.5 if torch.allclose(other=x, input=x.abs()) else x, NUMBER),
+    "contains": (lambda x: x * 0.5 if 7.0 in x else x, NUMBER),
+    "list": (lambda x: x * max(*x[:, 0, 0].tolist(), 99.0), NUMBER),
+    "is nonzero": (lambda x: x * 0.5 if torch.is_nonzero(x.sum()) else x, NUMBER),
+    "range": (lambda x: x + torch.arange((x > 1e6).sum() + 1).sum(), NUMBER),
 }
 
 
@@ -368,6 +373,7 @@ def packed(x: Tensor, lengths: Tensor) -> Tensor:
 
 LENGTHS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "trims": lambda x, n: torch.cat([x[:, : int(n.max())], x[:, int(n.max()) :] * 0], 1),
+    "trims by a slice": lambda x, n: torch.cat([x[:, : n.max()], x[:, n.max() :] * 0], 1),
     "a path for long rows": lambda x, n: x * 0.5 if int(n.max()) > 99 else x,
     "all are short": lambda x, n: x if (n <= 99).all() else x * 0.5,
     "packed": packed,
@@ -401,6 +407,10 @@ def test_an_error_names_itself() -> None:
 
     reason = refused(block, numbers(ROWS, WIDTH))
     assert reason == "it does not run on 1 of the rows (ValueError: too few)"
+
+
+def test_an_empty_batch_has_no_rows() -> None:
+    assert "none of its arguments" in refused(nn.Linear(WIDTH, WIDTH), numbers(0, WIDTH))
 
 
 def test_without_tensors_there_are_no_rows() -> None:
