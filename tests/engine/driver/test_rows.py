@@ -294,10 +294,12 @@ class AcrossRows(nn.Module):
         return x + added
 
 
-def capacity(x: Tensor, room: int) -> Tensor:
+def capacity(x: Tensor, mask: Tensor | None = None, *, room: int) -> Tensor:
     """Let no more tokens pass to each of two experts than there is room for."""
     tokens = x.flatten(0, 1)
     chosen = functional.one_hot((tokens[:, 0] > 0).long(), 2)
+    if mask is not None:
+        chosen = chosen * (mask[:, -1].flatten() == 0)[:, None]
     has_room = (chosen.cumsum(0) * chosen).amax(1) <= room
     return x + (tokens * has_room[:, None]).view(x.shape)
 
@@ -356,6 +358,12 @@ MIXING: dict[str, tuple[Callable[..., Any], str]] = {
     "is nonzero": (lambda x: x * 0.5 if torch.is_nonzero(x.sum()) else x, NUMBER),
     "range": (lambda x: x + torch.arange((x > 1e6).sum() + 1).sum(), NUMBER),
 }
+
+
+def test_capacity_beside_a_mask() -> None:
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.full((ROWS, TIME, TIME), lowest).triu(1)
+    assert refused(partial(capacity, room=3 * TIME), numbers(ROWS, TIME, WIDTH), mask) == MIXED
 
 
 @pytest.mark.parametrize("name", MIXING)
