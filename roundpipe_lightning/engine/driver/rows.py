@@ -1,12 +1,13 @@
 """Trials: where the tensors of a block's call have the batch's rows, and whether rows stay apart.
 
-A block runs on a few of the first rows, five times:
+A block runs on a few of the first rows, five times. If rows are small, `...` are as many as there
+are in the batch, else none:
 
 ```
 1  [a]             shapes for one row
 2  [a, b * 100]    shapes for two; a's results do not depend on the values of other rows,
 3  [a, c * -100]   whatever these are,
-4  [b, a, a]       nor on its place or on the number of rows
+4  [b, a, a, ...]  nor on its place or on the number of rows
 5  [a, a, a, ...]  rows and tokens alike: all go to the same expert, which may have no more room
 ```
 
@@ -51,8 +52,9 @@ _TrialRow: TypeAlias = tuple[int, Callable[[Tensor, int], Tensor]]
 
 _NUM_FIRST = 3
 _MOST_READINGS = 12
-_MOST_ALIKE_BYTES = 2**20
+_MOST_BYTES = 2**20  # of the rows of a run with more than three
 _SMALL_WEIGHT = 1e-2
+_WEIGHT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _OUTLIERS = 0.01  # share of the values of tokens that rounding may send to another expert
 _TOLERANCES = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 1e-1}  # by bytes of the narrowest type computed in
 _LAYER_NUMBER = re.compile(r"(layer|block)_?(idx|index|id|number)")
@@ -62,6 +64,7 @@ _NUMBERS = {
     "aten::_pack_padded_sequence": 1,
     "aten::allclose": 0,
     "aten::equal": 0,
+    "cond": 0,
 }
 """Operations that read numbers, and of which argument."""
 
@@ -279,8 +282,8 @@ class _Trial:
             for x, p in zip(values, reading, strict=True)
         ]
         sizes = [x.nbytes for x, p in zip(self._values, reading, strict=True) if p is not None]
-        most_alike = _MOST_ALIKE_BYTES * self._num_first // max(sum(sizes), 1)
-        self._num_alike = max(_NUM_FIRST, min(num_rows, most_alike))
+        most_rows = _MOST_BYTES * self._num_first // max(sum(sizes), 1)
+        self._num_rows = max(_NUM_FIRST, min(num_rows, most_rows))
         self._watch: _Watch | None = None
 
     def trust_rows(self) -> CallForm:
@@ -290,15 +293,16 @@ class _Trial:
         watch = self._watch = _Watch()
         one, two = self._run([_A]), self._run_beside(1, 100.0)
         form = self._form(one, two)
-        other_two, three = self._run_beside(2, -100.0), self._run([_B, _A, _A])
-        alike = self._run([(0, _make_alike)] * self._num_alike)
+        other_two, many = self._run_beside(2, -100.0), self._run([_B, *[_A] * (self._num_rows - 1)])
+        alike = self._run([(0, _make_alike)] * self._num_rows)
         if watch.sees_numbers:
             raise MixedRowsError("its code takes a number from the rows, and may go by it")
-        runs = (one, two, other_two, three, alike)
+        runs = (one, two, other_two, many, alike)
+        last = self._num_rows - 1
         pairs = (  # those of the first have the same number of rows: rounding is the same
             (0.0, (two, 0), (other_two, 0)),
-            *((_OUTLIERS, (one, 0), part) for part in ((two, 0), (three, 1), (three, 2))),
-            (_OUTLIERS, (alike, 0), (alike, self._num_alike - 1)),
+            *((_OUTLIERS, (one, 0), part) for part in ((two, 0), (many, 1), (many, last))),
+            (_OUTLIERS, (alike, 0), (alike, last)),
         )
         for run in runs:
             self._form(one, run)
@@ -406,6 +410,8 @@ _B: _TrialRow = (1, _fill)
 
 
 def _tensor_form(one: Tensor, several: Tensor) -> TensorForm:
+    if one.layout is not torch.strided:
+        raise MixedRowsError("it gives a tensor that is not dense")
     sizes = enumerate(zip(one.shape, several.shape, strict=False))
     dims = [dim for dim, (size, other_size) in sizes if size != other_size]
     if one.dim() != several.dim() or len(dims) > 1:
@@ -508,11 +514,11 @@ class _Watch(TorchDispatchMode):
 
     def _weight(self, value: Any) -> Any:
         """Return a parameter, or one with larger numbers in place of one with small ones."""
-        if type(value) is not nn.Parameter or not value.is_floating_point() or not value.numel():
+        if type(value) is not nn.Parameter or value.dtype not in _WEIGHT_TYPES or not value.numel():
             return value
         if value not in self._weights:
             weight = value.detach()
-            largest = float(weight.abs().amax())
+            largest = max(abs(float(extreme)) for extreme in weight.aminmax())
             if largest < _SMALL_WEIGHT:
                 weight = weight * (0.1 / largest) if largest else _numbers(weight) * 0.1
             self._weights[value] = weight

@@ -229,6 +229,11 @@ APART: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def test_weights_of_eight_bits() -> None:
+    weight = nn.Parameter(numbers(WIDTH, WIDTH).to(torch.float8_e4m3fn), requires_grad=False)
+    form_of(lambda x: x @ weight.to(x.dtype), numbers(ROWS, TIME, WIDTH))
+
+
 @pytest.mark.parametrize("name", APART)
 def test_blocks_that_keep_rows_apart(name: str) -> None:
     dtype = torch.bfloat16 if "bfloat16" in name else torch.float32
@@ -328,6 +333,7 @@ MIXING: dict[str, tuple[Callable[..., Any], str]] = {
     "last row": (with_last, MIXED),
     "row before": (lambda x: x + x.roll(1, 0), MIXED),
     "largest row": (largest_is_doubled, MIXED),
+    "many rows": (lambda x: x if len(x) < ROWS else x - x.mean(0), MIXED),
     "number of rows": (lambda x: x / len(x), MIXED),
     "capacity": (partial(capacity, room=2), MIXED),
     "capacity for several rows": (partial(capacity, room=3 * TIME), MIXED),
@@ -356,6 +362,11 @@ MIXING: dict[str, tuple[Callable[..., Any], str]] = {
     "contains": (lambda x: x * 0.5 if 7.0 in x else x, NUMBER),
     "list": (lambda x: x * max(*x[:, 0, 0].tolist(), 99.0), NUMBER),
     "is nonzero": (lambda x: x * 0.5 if torch.is_nonzero(x.sum()) else x, NUMBER),
+    "condition": (
+        lambda x: torch.cond(x.sum() > 1e6, lambda x: x * 0.5, lambda x: x + 0, (x,)),
+        NUMBER,
+    ),
+    "sparse": (lambda x: x.flatten(1).to_sparse(), "it gives a tensor that is not dense"),
     "range": (lambda x: x + torch.arange((x > 1e6).sum() + 1).sum(), NUMBER),
 }
 
