@@ -86,8 +86,8 @@ class RowWatch(TorchDispatchMode):
             result = func(*args, **kwargs)
         if (place := _NUMBERS.get(func.name())) is not None:
             self.sees_numbers |= self.is_marked(args[place])
-        written = (args[:1], kwargs.get("out")) if is_mutable else ()
-        self._mark_results(func.name(), (args, kwargs), (result, written))
+        outputs = (args[:1], kwargs.get("out")) if is_mutable else ()
+        self._mark_results(func.name(), (args, kwargs), (result, outputs))
         return result
 
     def _mark_results(self, name: str, arguments: Any, results: Any) -> None:
@@ -145,8 +145,8 @@ def _draw_constant(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.name()
     if dropouts and "bernoulli" not in name and "geometric" not in name:
         return result
-    drawn = dict(zip(names, args, strict=False)) | kwargs
-    middle = (drawn.get("from", 0.0) + drawn.get("to", 1.0)) / 2 if "uniform" in name else 0.5
+    bounds = dict(zip(names, args, strict=False)) | kwargs if "uniform" in name else {}
+    middle = (bounds.get("from", 0.0) + bounds.get("to", 1.0)) / 2
     for tensor in tree_leaves(result):
         is_whole = not tensor.is_floating_point()
         tensor.fill_(1 if "bernoulli" in name else 0 if is_whole else middle)

@@ -276,21 +276,24 @@ class _Trial:
 
     def check_rows(self) -> CallForm:
         watch = self._watch = RowWatch()
-        one, two = self._run([_A]), self._run_beside(1, 100.0)
-        form = self._form(one, two)
-        other_two, many = self._run_beside(2, -100.0), self._run([_B, *[_A] * (self._num_rows - 1)])
-        alike = self._run([(0, _make_alike)] * self._num_rows)
+        one_row, two_rows = self._run([_A]), self._run_beside(1, 100.0)
+        form = self._form(one_row, two_rows)
+        two_other_rows = self._run_beside(2, -100.0)
+        more_rows = self._run([_B, *[_A] * (self._num_rows - 1)])
+        equal_rows = self._run([(0, _make_alike)] * self._num_rows)
         if watch.sees_numbers:
             raise MixedRowsError("its code takes a number from the rows, and may go by it")
-        runs = (one, two, other_two, many, alike)
+        runs = (one_row, two_rows, two_other_rows, more_rows, equal_rows)
         last = self._num_rows - 1
-        pairs = (  # those of the first have the same number of rows: rounding is the same
-            (0.0, (two, 0), (other_two, 0)),
-            *((_OUTLIERS, (one, 0), part) for part in ((two, 0), (many, 1), (many, last))),
-            (_OUTLIERS, (alike, 0), (alike, last)),
+        pairs = (
+            (0.0, (two_rows, 0), (two_other_rows, 0)),  # rounded alike: as many rows
+            (_OUTLIERS, (one_row, 0), (two_rows, 0)),
+            (_OUTLIERS, (one_row, 0), (more_rows, 1)),
+            (_OUTLIERS, (one_row, 0), (more_rows, last)),
+            (_OUTLIERS, (equal_rows, 0), (equal_rows, last)),
         )
         for run in runs:
-            self._form(one, run)
+            self._form(one_row, run)
         for slot, result in enumerate(form.results):
             if not isinstance(result, TensorForm):
                 continue
@@ -332,10 +335,10 @@ class _Trial:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             raise _RaisedError(f"it does not run on {len(rows)} of the rows ({text})") from error
         finally:
-            written = [pair for pair in self._buffers if not torch.equal(*pair)]
-            for buffer, before in written:
-                buffer.detach().copy_(before)
-        if written:
+            written_buffers = [pair for pair in self._buffers if not torch.equal(*pair)]
+            for buffer, saved_buffer in written_buffers:
+                buffer.detach().copy_(saved_buffer)
+        if written_buffers:
             raise MixedRowsError("it writes into buffers")
         return _Run(arguments, results, structure, len(rows))
 
@@ -348,25 +351,27 @@ class _Trial:
         can_change = row.is_floating_point() and row.numel() and bool((row.abs() < 1e4).all())
         return change(row, place.dim) if can_change else row
 
-    def _form(self, one: _Run, several: _Run) -> CallForm:
-        """Return the form of a call by its results for one row and for several."""
-        pairs = list(zip(one.results, several.results, strict=False))
-        if one.structure != several.structure or any(_kind_of(x) != _kind_of(y) for x, y in pairs):
+    def _form(self, one_row: _Run, more_rows: _Run) -> CallForm:
+        """Return the form of a call by its results for one row and for more."""
+        pairs = list(zip(one_row.results, more_rows.results, strict=False))
+        if one_row.structure != more_rows.structure or any(
+            _kind_of(x) != _kind_of(y) for x, y in pairs
+        ):
             raise _ReadingError("it gives other values for another number of rows")
         forms = [_tensor_form(x, y) if isinstance(x, Tensor) else x for x, y in pairs]
-        return CallForm(self._reading, tuple(forms), one.structure)
+        return CallForm(self._reading, tuple(forms), one_row.structure)
 
     def _part(self, slot: int, place: Rows | None, run: _Run, row: int) -> list[Tensor]:
         """Return the result for a row, and arguments that something may have been added to."""
         whole = run.results[slot]
         if place is None:
             return [whole]
-        alike = [
+        bases = [
             x
             for x, p in zip(run.arguments, self._reading, strict=True)
             if p == place and x.shape == whole.shape and x.dtype == whole.dtype
         ]
-        return [x.narrow(place.dim, row * place.repeat, place.repeat) for x in (whole, *alike)]
+        return [x.narrow(place.dim, row * place.repeat, place.repeat) for x in (whole, *bases)]
 
 
 def _fill(row: Tensor, dim: int) -> Tensor:
@@ -394,35 +399,35 @@ _A: _TrialRow = (0, _fill)
 _B: _TrialRow = (1, _fill)
 
 
-def _tensor_form(one: Tensor, several: Tensor) -> TensorForm:
-    if one.layout is not torch.strided:
+def _tensor_form(one_row: Tensor, more_rows: Tensor) -> TensorForm:
+    if one_row.layout is not torch.strided:
         raise MixedRowsError("it gives a tensor that is not dense")
-    sizes = enumerate(zip(one.shape, several.shape, strict=False))
+    sizes = enumerate(zip(one_row.shape, more_rows.shape, strict=False))
     dims = [dim for dim, (size, other_size) in sizes if size != other_size]
-    if one.dim() != several.dim() or len(dims) > 1:
+    if one_row.dim() != more_rows.dim() or len(dims) > 1:
         raise _ReadingError("what it gives has the batch's rows in no one dimension")
-    rows = Rows(dims[0], one.shape[dims[0]]) if dims else None
-    return TensorForm(one.shape, one.dtype, rows)
+    rows = Rows(dims[0], one_row.shape[dims[0]]) if dims else None
+    return TensorForm(one_row.shape, one_row.dtype, rows)
 
 
 def _are_close(
-    one: Tensor, other: Tensor, bases: Sequence[Tensor], tolerance: float, outliers: float
+    values: Tensor, other_values: Tensor, bases: Sequence[Tensor], tolerance: float, outliers: float
 ) -> bool:
     """Return whether values agree, but for rounding, in all but a share of them.
 
     Args:
         bases: Tensors that something may have been added to: rounding is relative to this.
     """
-    if not one.numel():
+    if not values.numel():
         return True
-    if not one.is_floating_point():
-        return float((one != other).double().mean()) <= outliers
-    epsilon = torch.finfo(one.dtype).eps
-    one, other, *bases = (x.to("cpu", torch.float64) for x in (one, other, *bases))
-    added = [one - base for base in bases] or [one]
-    scale = min(float(x.abs().nan_to_num(0, 0, 0).amax()) for x in added)
-    bound = tolerance * scale + 2 * epsilon * one.abs().nan_to_num(0, 0, 0)
-    is_close = ((one - other).abs() <= bound) | (one == other) | (one.isnan() & other.isnan())
+    if not values.is_floating_point():
+        return float((values != other_values).double().mean()) <= outliers
+    epsilon = torch.finfo(values.dtype).eps
+    x, y, *bases = (tensor.to("cpu", torch.float64) for tensor in (values, other_values, *bases))
+    differences = [x - base for base in bases] or [x]
+    scale = min(float(difference.abs().nan_to_num(0, 0, 0).amax()) for difference in differences)
+    bound = tolerance * scale + 2 * epsilon * x.abs().nan_to_num(0, 0, 0)
+    is_close = ((x - y).abs() <= bound) | (x == y) | (x.isnan() & y.isnan())
     return float((~is_close).double().mean()) <= outliers
 
 

@@ -68,10 +68,10 @@ def test_rows_of_arguments_and_results() -> None:
         hidden = x.flatten(0, 1) * scale
         return {"flat": hidden, "time": x.transpose(0, 1), "bias": torch.ones(TIME, 2), "n": 3}
 
-    found = form_of(block, numbers(ROWS, TIME, WIDTH), numbers(1, 1, TIME, TIME), 2.0)
-    assert found.num_rows == ROWS
-    assert found.form.arguments == (Rows(0), None, None)
-    assert found.form.results == (
+    trial = form_of(block, numbers(ROWS, TIME, WIDTH), numbers(1, 1, TIME, TIME), 2.0)
+    assert trial.num_rows == ROWS
+    assert trial.form.arguments == (Rows(0), None, None)
+    assert trial.form.results == (
         TensorForm(torch.Size([TIME, WIDTH]), torch.float32, Rows(0, TIME)),
         TensorForm(torch.Size([TIME, 1, WIDTH]), torch.float32, Rows(1)),
         TensorForm(torch.Size([TIME, 2]), torch.float32, None),
@@ -80,10 +80,10 @@ def test_rows_of_arguments_and_results() -> None:
 
 
 def test_lazy_arguments_say_where_their_rows_are_and_give_few() -> None:
-    taken: list[tuple[int, int]] = []
+    slices: list[tuple[int, int]] = []
 
     def take(start: int, stop: int) -> Tensor:
-        taken.append((start, stop))
+        slices.append((start, stop))
         return numbers(ROWS * TIME, WIDTH)[start * TIME : stop * TIME]
 
     run, _ = flat_run(lambda x, y: x.view(-1, TIME, WIDTH) + y, 0, 0)
@@ -91,10 +91,10 @@ def test_lazy_arguments_say_where_their_rows_are_and_give_few() -> None:
     lazy = LazyArgument(form, take)
     shared_form = TensorForm(torch.Size([TIME, WIDTH]), torch.float32, None)
     shared = LazyArgument(shared_form, lambda start, stop: numbers(TIME, WIDTH))
-    found = find_form(run, [lazy, shared], num_rows=ROWS)
-    assert found.form.arguments == (Rows(0, TIME), None)
-    assert found.form.results == (TensorForm(torch.Size([1, TIME, WIDTH]), torch.float32, Rows(0)),)
-    assert all(stop <= 4 for _, stop in taken)
+    trial = find_form(run, [lazy, shared], num_rows=ROWS)
+    assert trial.form.arguments == (Rows(0, TIME), None)
+    assert trial.form.results == (TensorForm(torch.Size([1, TIME, WIDTH]), torch.float32, Rows(0)),)
+    assert all(stop <= 4 for _, stop in slices)
 
 
 def attend(x: Tensor, mask: Tensor) -> Tensor:
@@ -110,50 +110,50 @@ def test_a_mask_of_rows_and_tokens_has_rows() -> None:
     def block(x: Tensor, mask: Tensor) -> Tensor:
         return x * mask[..., None]
 
-    found = form_of(block, numbers(TIME, TIME, WIDTH), numbers(TIME, TIME))
-    assert found.form.arguments == (Rows(0), Rows(0))
+    trial = form_of(block, numbers(TIME, TIME, WIDTH), numbers(TIME, TIME))
+    assert trial.form.arguments == (Rows(0), Rows(0))
 
 
 def test_rows_in_the_second_dimension() -> None:
     lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2)
-    found = form_of(lstm, numbers(TIME, ROWS, WIDTH))
-    assert found.num_rows == ROWS
-    assert found.form.arguments == (Rows(1),)
-    assert [made.rows for made in found.form.results] == [Rows(1)] * 3
+    trial = form_of(lstm, numbers(TIME, ROWS, WIDTH))
+    assert trial.num_rows == ROWS
+    assert trial.form.arguments == (Rows(1),)
+    assert [form.rows for form in trial.form.results] == [Rows(1)] * 3
 
 
 def test_states_have_their_rows_elsewhere() -> None:
     lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, dropout=0.5)
     state = numbers(2, ROWS, WIDTH)
-    found = form_of(lstm, numbers(ROWS, TIME, WIDTH), (state, state))
-    assert found.form.arguments == (Rows(0), Rows(1), Rows(1))
-    assert [made.rows for made in found.form.results] == [Rows(0), Rows(1), Rows(1)]
+    trial = form_of(lstm, numbers(ROWS, TIME, WIDTH), (state, state))
+    assert trial.form.arguments == (Rows(0), Rows(1), Rows(1))
+    assert [form.rows for form in trial.form.results] == [Rows(0), Rows(1), Rows(1)]
 
 
 def test_a_tensor_of_several_entries_for_each_row() -> None:
     def block(x: Tensor, flat: Tensor) -> Tensor:
         return x + flat.view(x.shape)
 
-    found = form_of(block, numbers(ROWS, TIME, WIDTH), numbers(ROWS * TIME, WIDTH))
-    assert found.form.arguments == (Rows(0), Rows(0, TIME))
+    trial = form_of(block, numbers(ROWS, TIME, WIDTH), numbers(ROWS * TIME, WIDTH))
+    assert trial.form.arguments == (Rows(0), Rows(0, TIME))
 
 
 def test_parameters_never_have_rows() -> None:
     weight = nn.Parameter(numbers(ROWS, WIDTH))
-    found = form_of(lambda x, w: x @ w.T, numbers(ROWS, WIDTH), weight)
-    assert found.form.arguments == (Rows(0), None)
+    trial = form_of(lambda x, w: x @ w.T, numbers(ROWS, WIDTH), weight)
+    assert trial.form.arguments == (Rows(0), None)
 
 
 def test_a_batch_of_one_row_has_the_form_of_any() -> None:
-    found = form_of(nn.Linear(WIDTH, 3), numbers(1, TIME, WIDTH))
-    assert found.form.results == (TensorForm(torch.Size([1, TIME, 3]), torch.float32, Rows(0)),)
+    trial = form_of(nn.Linear(WIDTH, 3), numbers(1, TIME, WIDTH))
+    assert trial.form.results == (TensorForm(torch.Size([1, TIME, 3]), torch.float32, Rows(0)),)
     assert refused(lambda x: x - x.mean(0), numbers(1, TIME, WIDTH), num_rows=1) == MIXED
 
 
 def test_token_ids() -> None:
     ids = torch.arange(ROWS * TIME).view(ROWS, TIME)
-    found = form_of(nn.Embedding(64, WIDTH), ids)
-    assert found.form.arguments == (Rows(0),)
+    trial = form_of(nn.Embedding(64, WIDTH), ids)
+    assert trial.form.arguments == (Rows(0),)
 
 
 def test_trusted_rows_are_run_twice() -> None:
@@ -163,8 +163,8 @@ def test_trusted_rows_are_run_twice() -> None:
         num_rows.append(len(x))
         return x - x.mean(0)
 
-    found = form_of(block, numbers(ROWS, WIDTH), trusts_rows=True)
-    assert found.form.results == (TensorForm(torch.Size([1, WIDTH]), torch.float32, Rows(0)),)
+    trial = form_of(block, numbers(ROWS, WIDTH), trusts_rows=True)
+    assert trial.form.results == (TensorForm(torch.Size([1, WIDTH]), torch.float32, Rows(0)),)
     assert num_rows == [1, 2]
 
 
@@ -205,8 +205,8 @@ class Experts(nn.Module):
         if self.kind == "lists":
             order = chosen.argsort()
             parts = tokens[order].split(torch.bincount(chosen, minlength=3).tolist())
-            made = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
-            result[order] = torch.cat(made)
+            outputs = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
+            result[order] = torch.cat(outputs)
         else:
             for index in functional.one_hot(chosen, 3).sum(0).nonzero()[:, 0]:
                 if index == 3:
@@ -251,10 +251,10 @@ def test_autocast_keeps_no_cast_of_a_trial() -> None:
     nn.init.constant_(linear.weight, 1e-6)
     x = numbers(ROWS, WIDTH)
     with torch.autocast("cpu", torch.bfloat16):
-        wanted = functional.linear(x, linear.weight.detach().clone())
-        found = form_of(linear, x)
-        assert torch.equal(linear(x), wanted)
-    assert found.form.results[0].dtype == torch.bfloat16
+        expected = functional.linear(x, linear.weight.detach().clone())
+        trial = form_of(linear, x)
+        assert torch.equal(linear(x), expected)
+    assert trial.form.results[0].dtype == torch.bfloat16
 
 
 def test_random_generators_are_left_as_they_are() -> None:
@@ -407,15 +407,15 @@ def test_integers_of_rows_decide(name: str) -> None:
 
 def test_numbers_that_are_of_no_row() -> None:
     steps = torch.tensor(3)
-    found = form_of(lambda x: x * steps.item() if steps > 2 else x, numbers(ROWS, WIDTH))
-    assert found.form.arguments == (Rows(0),)
+    trial = form_of(lambda x: x * steps.item() if steps > 2 else x, numbers(ROWS, WIDTH))
+    assert trial.form.arguments == (Rows(0),)
 
 
 def test_buffers_keep_their_values() -> None:
     norm = nn.BatchNorm1d(TIME)
-    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    saved = {name: buffer.clone() for name, buffer in norm.named_buffers()}
     assert refused(norm, numbers(ROWS, TIME, WIDTH)) == "it writes into buffers"
-    assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
+    assert all(torch.equal(buffer, saved[name]) for name, buffer in norm.named_buffers())
 
 
 def test_an_error_names_itself() -> None:
@@ -461,7 +461,7 @@ def test_keys_of_equal_layers_and_of_batches_of_other_sizes() -> None:
     key = key_of(Layer(0), lazy, x, mask, 2)
     assert key == key_of(Layer(7, rate=0.5), lazy, x, mask, 2)
     assert key == key_of(Layer(0), lazy, numbers(ROWS + 1, WIDTH), mask, 2, num_rows=ROWS + 1)
-    others = [
+    other_keys = [
         key_of(Layer(0, window=4), lazy, x, mask, 2),
         key_of(DropPath("rand"), lazy, x, mask, 2),
         key_of(Layer(0).eval(), lazy, x, mask, 2),
@@ -472,4 +472,4 @@ def test_keys_of_equal_layers_and_of_batches_of_other_sizes() -> None:
         key_of(Layer(0), lazy, x, mask, 3),
         key_of(Layer(0), lazy, x, mask, 2, context="eval"),
     ]
-    assert key not in others
+    assert key not in other_keys
