@@ -64,6 +64,9 @@ class RowWatch(TorchDispatchMode):
     def mark(self, tensor: Tensor) -> None:
         self._marked.add(StorageWeakRef(tensor.untyped_storage()))
 
+    def unmark(self, tensor: Tensor) -> None:
+        self._marked.discard(StorageWeakRef(tensor.untyped_storage()))
+
     def mark_rows(self, arguments: Sequence[Any], places: Sequence[Rows | None]) -> None:
         for argument, place in zip(arguments, places, strict=True):
             if place is not None:
@@ -118,6 +121,7 @@ class RowWatch(TorchDispatchMode):
 class NumberWatch(TorchFunctionMode):
     """Sees what the operations of one of PyTorch's functions are for.
 
+    Code that asks whether all numbers are finite guards against an overflow, and goes by no row.
     A list of integers, such as the number of tokens for each expert, is no number that code goes
     by: it says how tensors are split, and what follows is seen in the results.
     """
@@ -128,9 +132,12 @@ class NumberWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sees_numbers = self._watch.sees_numbers
-        if getattr(func, "__name__", "") in ("tolist", "numpy", "__array__"):
+        name = getattr(func, "__name__", "")
+        if name in ("tolist", "numpy", "__array__"):
             sees_numbers |= args[0].is_floating_point() and self._watch.is_marked(args[0])
         result = func(*args, **(kwargs or {}))
+        if name in ("isfinite", "isinf", "isnan"):
+            self._watch.unmark(result)
         if sees_numbers or func is torch.nn.functional.one_hot:  # it checks its argument
             self._watch.sees_numbers = sees_numbers
         return result

@@ -411,6 +411,14 @@ def test_numbers_that_are_of_no_row() -> None:
     assert trial.form.arguments == (Rows(0),)
 
 
+@pytest.mark.parametrize("check", [torch.isfinite, torch.isinf, torch.isnan])
+def test_a_guard_against_an_overflow_takes_no_number(check: Callable[[Tensor], Tensor]) -> None:
+    def block(x: Tensor) -> Tensor:
+        return x.clamp(-9.0, 9.0) if check(x).sum() not in (0, x.numel()) else x
+
+    assert form_of(block, numbers(ROWS, TIME, WIDTH)).form.arguments == (Rows(0),)
+
+
 def test_buffers_keep_their_values() -> None:
     norm = nn.BatchNorm1d(TIME)
     saved = {name: buffer.clone() for name, buffer in norm.named_buffers()}
