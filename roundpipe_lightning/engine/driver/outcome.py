@@ -55,12 +55,10 @@ class Outcome:
 def apply_outcome(
     snapshot: Snapshot, hook_calls: Sequence[HookCall], attributes: Sequence[Assignment]
 ) -> None:
-    """Run the user's forward hooks inside a block, and assign what the block has assigned.
+    """Assign what a block has assigned, and run the user's forward hooks inside it.
 
     A ConfigurationError, if a hook changes an output: the block has gone on with the other one.
     """
-    for call in hook_calls:
-        _run_hooks(snapshot, call)
     for module, name, value, is_buffer in sorted(attributes, key=lambda a: a.value is not DELETED):
         if value is DELETED:
             if name in vars(module) or name in vars(module)["_buffers"]:
@@ -70,13 +68,15 @@ def apply_outcome(
             module.register_buffer(name, value, persistent=persistent)
         else:
             setattr(module, name, value)
+    for call in hook_calls:  # a hook may read what its module has assigned
+        _run_hooks(snapshot, call)
 
 
 def _run_hooks(snapshot: Snapshot, call: HookCall) -> None:
     state = snapshot.state_of(call.module)
     for key, hook in state.attributes["_forward_hooks"].items():
-        if snapshot.is_of_block(hook):
-            continue  # it has run, on the replica
+        if snapshot.is_own_hook(hook):
+            continue  # it ran on the replicas
         if key in state.attributes["_forward_hooks_with_kwargs"]:
             output = hook(call.module, call.args, call.kwargs, call.output)
         else:

@@ -18,7 +18,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -88,7 +88,7 @@ class ModuleState:
     Attributes:
         module: The user's own.
         path: Its name in the block; "": it is the block.
-        kind: Its class.
+        kind: Its class, or that of its replicas.
         attributes: Its `__dict__`, tables and hooks included.
         references: Names of attributes that refer to modules, parameters or buffers of the block.
     """
@@ -147,9 +147,9 @@ class Snapshot:
     def state_of(self, module: nn.Module) -> ModuleState:
         return next(state for state in self.states if state.module is module)
 
-    def is_of_block(self, value: Any) -> bool:
-        """Return whether a function or a container refers to modules of the block."""
-        return rebind(value, self._members) is not value
+    def is_own_hook(self, hook: Any) -> bool:
+        """Return whether a hook is a method of a module of the block: it runs on replicas."""
+        return isinstance(hook, types.MethodType) and id(hook.__self__) in self._members
 
 
 def take_snapshot(block: nn.Module, last: Snapshot | None, *, name: str = "") -> Snapshot:
@@ -160,7 +160,7 @@ def take_snapshot(block: nn.Module, last: Snapshot | None, *, name: str = "") ->
 
 
 _MEMBER: Any = nn.Identity()
-"""Stands for replicas where there are none yet."""
+"""Stands for substitutes where there are none yet: callable, and open to weak references."""
 
 
 def _paths_of(module: nn.Module, path: str, paths: dict[int, tuple[nn.Module, str]]) -> None:
@@ -192,7 +192,25 @@ def _state_of(module: nn.Module, path: str, members: Mapping[int, Any]) -> Modul
         for attribute, value in attributes.items()
         if attribute not in BASE_ATTRIBUTES and rebind(value, members) is not value
     )
-    return ModuleState(module, path, type(module), attributes, references)
+    kind = type(module)
+    parametrizations = attributes["_modules"].get("parametrizations")
+    if isinstance(parametrizations, nn.ModuleDict):
+        kind = _without_cache(kind, parametrizations)
+    return ModuleState(module, path, kind, attributes, references)
+
+
+def _without_cache(kind: type[nn.Module], parametrizations: Iterable[str]) -> type[nn.Module]:
+    """Return a subclass that computes parametrized weights each time.
+
+    `parametrize.cached()` keeps them for all threads, by the `id` of the user's module. A replica
+    would compute with the weight of another one, which is in another graph or in none.
+    """
+
+    def weight_of(name: str) -> property:
+        known = getattr(kind, name)
+        return property(lambda module: module.parametrizations[name](), known.fset)
+
+    return type(kind.__name__, (kind,), {name: weight_of(name) for name in parametrizations})
 
 
 def rebind(value: Any, substitutes: Mapping[int, Any]) -> Any:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from roundpipe_lightning.engine.driver.outcome import Assignment, HookCall, Outcome
 from roundpipe_lightning.engine.driver.snapshot import (
@@ -58,11 +57,10 @@ class Replica:
         modules = [object.__new__(state.kind) for state in snapshot.states]
         for state, module in zip(snapshot.states, modules, strict=True):
             substitutes[id(state.module)] = module
-        self._may_have_changed = False
         self._recorder = _HookRecorder()
         for state, module in zip(snapshot.states, modules, strict=True):
-            attributes = self._attributes_for(state, substitutes)
-            object.__setattr__(module, "__dict__", attributes)
+            # past the module's own `__setattr__`
+            object.__setattr__(module, "__dict__", self._attributes_for(state, substitutes))
         self.module = modules[0]
         self._modules = modules
         self._originals = {  # of the user's, by what stands for them here
@@ -76,6 +74,7 @@ class Replica:
         ]
         self._clean = [dict(entries) for entries in self._dicts]
         self._contents = Contents(self._dicts, BASE_ATTRIBUTES)
+        self._may_have_changed = False
         self._buffers = [
             x
             for x in (substitutes[id(buffer)] for buffer in snapshot.buffers)
@@ -95,8 +94,6 @@ class Replica:
             result = self.module.forward(*args, **kwargs)
         finally:
             self._recorder.calls = None
-            if parametrize._cache:  # noqa: SLF001
-                self._drop_cached_weights()
         attributes: Sequence[Assignment] = ()
         if not self._contents.are_unchanged():
             attributes = list(self._changes())
@@ -112,14 +109,14 @@ class Replica:
             entries = attributes[table]
             attributes[table] = {name: substitutes.get(id(x), x) for name, x in entries.items()}
         for table in HOOK_TABLES:
-            # an OrderedDict: handles of hooks hold weak references to it
             hooks = attributes[table] if state.path else {}
-            attributes[table] = OrderedDict(
-                (key, rebind(hook, substitutes)) for key, hook in hooks.items()
-            )
+            # Handles of hooks hold weak references to the table, which a dict does not allow.
+            attributes[table] = OrderedDict()
+            for key, hook in hooks.items():
+                attributes[table][key] = rebind(hook, substitutes)
         if attributes["_forward_hooks"]:
             hooks = state.attributes["_forward_hooks"].items()
-            for key in [key for key, hook in hooks if not self.snapshot.is_of_block(hook)]:
+            for key in [key for key, hook in hooks if not self.snapshot.is_own_hook(hook)]:
                 del attributes["_forward_hooks"][key]
                 attributes["_forward_hooks_always_called"].pop(key, None)
             attributes["_forward_hooks"][_RECORDER] = self._recorder.hook_of(state.module)
@@ -175,15 +172,6 @@ class Replica:
             for name, tensor in vars(module)["_buffers"].items()
             if tensor is not None
         ]
-
-    def _drop_cached_weights(self) -> None:
-        """Drop weights that `parametrize.cached()` keeps, by `id`, in a table of all threads.
-
-        A run without a graph would else give the next one, with a graph, a weight without one.
-        """
-        modules = set(map(id, self._modules))
-        for key in [key for key in list(parametrize._cache) if key[0] in modules]:  # noqa: SLF001
-            parametrize._cache.pop(key, None)  # noqa: SLF001
 
 
 class _HookRecorder:
