@@ -14,12 +14,13 @@ answer is tried on tensors without values, for the batch and for a microbatch of
 
 from __future__ import annotations
 
+# ruff: noqa: SLF001 - PyTorch has no public way to whether any autocast is on
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -63,18 +64,17 @@ def row_operation(
     if rule is None or kwargs.get("inplace") or kwargs.get("out") is not None:
         return None
     with torch._C.DisableTorchFunction():  # reads of shapes would come back to the lazy tensors
-        device = next(x.device for x in _tensors((args, kwargs)) if is_lazy(x))
-        autocast = _autocast_dtype(device.type)
-        describe = partial(_description, is_lazy=is_lazy)
-        key = (func, autocast, torch.get_default_dtype(), describe(args), describe(kwargs))
+        autocast = _autocast_now() if torch._C._is_any_autocast_enabled() else None
+        arguments = (_description(args, is_lazy), _description(kwargs, is_lazy))
+        key = (func, arguments, autocast, torch.get_default_dtype())
         try:
             if key in _CACHE:
                 return _CACHE[key]
         except TypeError:  # an argument that has no hash
-            return _Call(func, args, kwargs, is_lazy, device).operation(rule)
+            return _Call(func, args, kwargs, is_lazy).operation(rule)
         if len(_CACHE) >= _CACHE_SIZE:
             _CACHE.clear()
-        operation = _CACHE[key] = _Call(func, args, kwargs, is_lazy, device).operation(rule)
+        operation = _CACHE[key] = _Call(func, args, kwargs, is_lazy).operation(rule)
         return operation
 
 
@@ -82,18 +82,14 @@ _CACHE_SIZE = 4096
 _CACHE: dict[Any, RowOperation | None] = {}
 
 
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for value in tree:
-            yield from _tensors(value)
-    elif isinstance(tree, dict):
-        yield from _tensors(tuple(tree.values()))
+#: Types of many arguments: known at once.
+_PLAIN_TYPES = frozenset({int, bool, str, type(None), torch.dtype})
 
 
 def _description(value: Any, is_lazy: Callable[[Any], bool]) -> Any:
     """Return what the form of a call depends on in an argument; of a float it is the type alone."""
+    if type(value) in _PLAIN_TYPES:
+        return type(value), value  # 1 == True == 1.0
     if isinstance(value, Tensor):
         lazy: Any = value
         kind = (lazy.rows, lazy.num_rows) if is_lazy(value) else isinstance(value, nn.Parameter)
@@ -105,14 +101,20 @@ def _description(value: Any, is_lazy: Callable[[Any], bool]) -> Any:
     if isinstance(value, dict):
         return tuple([(name, _description(x, is_lazy)) for name, x in value.items()])
     if isinstance(value, slice):  # slices have no hash before Python 3.12
-        return slice, value.start, value.stop, value.step
-    return type(value), value  # 1 == True == 1.0
+        return slice, *[_description(x, is_lazy) for x in (value.start, value.stop, value.step)]
+    return type(value), value
+
+
+def _autocast_now() -> tuple[torch.dtype | None, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return (_autocast_dtype("cpu"), _autocast_dtype(accelerator.type) if accelerator else None)
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
+    is_enabled = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
+        device_type
+    )
+    return torch.get_autocast_dtype(device_type) if is_enabled else None
 
 
 class _MixesRowsError(Exception):
@@ -146,8 +148,9 @@ class _Operand:
 
     @classmethod
     def of(cls, tensor: Any, is_lazy: Callable[[Any], bool]) -> _Operand:
-        can_be_cut = not is_lazy(tensor) and not isinstance(tensor, nn.Parameter)
         rows = tensor.rows if is_lazy(tensor) else None
+        is_input = not is_lazy(tensor) and not isinstance(tensor, nn.Parameter)
+        can_be_cut = is_input and tensor.layout is torch.strided
         return cls(tensor.shape, tensor.dtype, tensor.device, rows, can_be_cut)
 
     @property
@@ -173,22 +176,16 @@ class _Call:
         args: Positional arguments.
         kwargs: Arguments by name.
         is_lazy: Tells which tensors are lazy.
-        device: Device of the lazy tensors.
     """
 
     def __init__(
-        self,
-        func: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        is_lazy: Callable[[Any], bool],
-        device: torch.device,
+        self, func: Callable[..., Any], args: Any, kwargs: Any, is_lazy: Callable[[Any], bool]
     ) -> None:
         self.func = self.function = func
-        self.device = device
         leaves, self._structure = tree_flatten((args, kwargs))
-        tensors: list[Any] = [x for x in leaves if isinstance(x, Tensor)]
-        self._row_counts: set[int] = {x.num_rows for x in tensors if is_lazy(x)}
+        lazies: list[Any] = [x for x in leaves if isinstance(x, Tensor) and is_lazy(x)]
+        self._row_counts: set[int] = {x.num_rows for x in lazies}
+        self.device = lazies[0].device if lazies else torch.device("meta")
         self.leaves = [_Operand.of(x, is_lazy) if isinstance(x, Tensor) else x for x in leaves]
         self.operands = [x for x in self.leaves if isinstance(x, _Operand)]
         self.args, self.kwargs = tree_unflatten(self.leaves, self._structure)
@@ -272,13 +269,18 @@ class _Call:
         """Cut operands that are broadcast with each other; return their `row_dim`."""
         places = {(x.row_dim, x.rows.repeat) for x in operands if x.rows is not None}
         ((row_dim, repeat),) = places if len(places) == 1 else _refuse()
-        size = self.num_rows * repeat
         for x in operands:
-            if x.rows is None and x.ndim >= -row_dim and x.shape[row_dim] != 1:
-                if x.shape[row_dim] != size or not x.can_be_cut:
-                    _refuse()
-                x.rows = Rows(x.ndim + row_dim, repeat)
+            if x.ndim >= -row_dim:
+                self.cut(x, Rows(x.ndim + row_dim, repeat))
         return row_dim
+
+    def cut(self, operand: _Operand, rows: Rows) -> None:
+        """Cut an operand at the dimension of the rows, unless it is broadcast there."""
+        size = operand.shape[rows.dim]
+        if operand.rows is None and size != 1:
+            if size != self.num_rows * rows.repeat or not operand.can_be_cut:
+                _refuse()
+            operand.rows = rows
 
 
 @contextmanager
@@ -302,6 +304,11 @@ def _elementwise(call: _Call) -> Rows:
     """The arguments' dimensions are those of the result, counted from the last one."""
     row_dim = call.align(call.operands)
     return Rows(call.output.ndim + row_dim, call.repeat)
+
+
+def _matrices(call: _Call) -> Rows:
+    """Functions of batches of matrices."""
+    return _elementwise(call) if call.align(call.operands) <= -3 else _refuse()
 
 
 def _loss(call: _Call) -> Rows:
@@ -335,8 +342,9 @@ def _linear(call: _Call) -> Rows:
 
 def _embedding(call: _Call) -> Rows:
     """Look rows of a table up; other options write into the table, or count its rows' uses."""
-    options = (call.argument(i, name) for i, name in _EMBEDDING_OPTIONS)
-    return _refuse() if any(options) else _left(call)
+    options = [call.argument(i, name) for i, name in _EMBEDDING_OPTIONS]
+    is_lookup = all(option is None or option is False for option in options)
+    return _left(call) if is_lookup else _refuse()
 
 
 _EMBEDDING_OPTIONS = ((3, "max_norm"), (5, "scale_grad_by_freq"), (6, "sparse"))
@@ -409,7 +417,7 @@ def _pad(call: _Call) -> Rows:
 
 
 def _matmul(call: _Call) -> Rows:
-    return _product(call, *call.operands)
+    return _product(call, call.args[0], call.argument(1, "other", "mat2", "vec"))
 
 
 def _product(call: _Call, left: _Operand, right: _Operand) -> Rows:
@@ -427,8 +435,28 @@ def _product(call: _Call, left: _Operand, right: _Operand) -> Rows:
     return Rows(call.output.ndim + row_dim, call.repeat)
 
 
+def _attention(call: _Call) -> Rows:
+    """Attention without random numbers; grouped heads are no batch of matrices."""
+    options = (call.argument(4, "dropout_p"), call.kwargs.get("enable_gqa"))
+    return _refuse() if any(options) else _matrices(call)
+
+
+def _einsum(call: _Call) -> Rows:
+    """Sums named by letters: the letter of the rows must be in the result."""
+    inputs, output = call.args[0].replace(" ", "").split("->")
+    terms = list(zip(inputs.split(","), call.args[1:], strict=True))
+    (letter,) = {term[x.rows.dim] for term, x in terms if x.rows is not None}
+    (repeat,) = {x.rows.repeat for _, x in terms if x.rows is not None}
+    if "." in inputs or any(term.count(letter) > 1 for term, _ in terms):
+        _refuse()
+    for term, x in terms:
+        if letter in term:
+            call.cut(x, Rows(term.index(letter), repeat))
+    return Rows(output.index(letter), repeat)
+
+
 def _sum_with_product(call: _Call) -> Rows:
-    summand, left, right = call.operands
+    summand, left, right = call.args
     rows = _product(call, left, right)
     output = call.output
     call.align((summand, _Operand(output.shape, output.dtype, call.device, rows, can_be_cut=False)))
@@ -500,6 +528,9 @@ def _index(call: _Call) -> Rows:
             _refuse()
         else:
             basic.append(item)
+    slices = [item for item in items if isinstance(item, slice)]
+    if not {type(x) for y in slices for x in (y.start, y.stop, y.step)} <= {int, type(None)}:
+        _refuse()
     num_advanced = sum(isinstance(item, _Operand | list) for item in items)
     if num_advanced > 1 or (num_advanced and any(isinstance(item, int) for item in items)):
         _refuse()
@@ -545,7 +576,7 @@ _NAMES: tuple[tuple[_Rule, str], ...] = (
     (_normalized, "layer_norm rms_norm"),
     (_first(), "group_norm"),
     (_first(3), "conv1d conv_transpose1d max_pool1d avg_pool1d adaptive_avg_pool1d"),
-    (_first(4), "conv2d conv_transpose2d max_pool2d avg_pool2d adaptive_avg_pool2d"),
+    (_first(4), "conv2d conv_transpose2d max_pool2d avg_pool2d adaptive_avg_pool2d pixel_shuffle"),
     (_first(5), "conv3d conv_transpose3d max_pool3d avg_pool3d adaptive_avg_pool3d"),
     (
         _along(1),
@@ -566,6 +597,9 @@ _NAMES: tuple[tuple[_Rule, str], ...] = (
     (_pad, "nn.functional.pad"),
     (_matmul, "__matmul__ bmm matmul mm mv"),
     (_sum_with_product, "addmm baddbmm"),
+    (_attention, "scaled_dot_product_attention"),
+    (_einsum, "einsum"),
+    (_matrices, "cdist tril triu"),
     (_reshape, "flatten ravel reshape squeeze unflatten unsqueeze view"),
     (_expand, "expand broadcast_to"),
     (
