@@ -87,7 +87,7 @@ _PLAIN_TYPES = frozenset({int, bool, str, type(None), torch.dtype})
 
 
 def _description(value: Any, is_lazy: Callable[[Any], bool]) -> Any:
-    """Return what the form of a call depends on in an argument; of a float it is the type alone."""
+    """Return what the form of a call depends on in an argument; of a float whether it is 0."""
     if type(value) in _PLAIN_TYPES:
         return type(value), value  # 1 == True == 1.0
     if isinstance(value, Tensor):
@@ -95,7 +95,7 @@ def _description(value: Any, is_lazy: Callable[[Any], bool]) -> Any:
         kind = (lazy.rows, lazy.num_rows) if is_lazy(value) else isinstance(value, nn.Parameter)
         return value.shape, value.dtype, value.device, kind
     if isinstance(value, float):
-        return float
+        return float, value == 0
     if isinstance(value, tuple | list):
         return type(value), *[_description(x, is_lazy) for x in value]
     if isinstance(value, dict):
@@ -350,6 +350,11 @@ def _embedding(call: _Call) -> Rows:
 _EMBEDDING_OPTIONS = ((3, "max_norm"), (5, "scale_grad_by_freq"), (6, "sparse"))
 
 
+def _dropout(call: _Call) -> Rows:
+    draws = call.argument(1, "p", default=0.5) and call.argument(2, "training", default=True)
+    return _refuse() if draws else _left(call)
+
+
 def _normalized(call: _Call) -> Rows:
     is_inside = call.input.row_dim >= -len(call.argument(1, "normalized_shape"))
     return _refuse() if is_inside else _left(call)
@@ -573,6 +578,7 @@ _NAMES: tuple[tuple[_Rule, str], ...] = (
     (_left, "one_hot"),
     (_linear, "nn.functional.linear"),
     (_embedding, "nn.functional.embedding"),
+    (_dropout, "nn.functional.dropout"),
     (_normalized, "layer_norm rms_norm"),
     (_first(), "group_norm"),
     (_first(3), "conv1d conv_transpose1d max_pool1d avg_pool1d adaptive_avg_pool1d"),
@@ -623,7 +629,7 @@ def _rules() -> Iterator[tuple[Any, _Rule]]:
                 function = getattr(place, name, None)
                 if isinstance(function, types.GetSetDescriptorType | property):
                     function = function.__get__
-                if function is not None:
+                if callable(function):
                     yield function, rule
 
 

@@ -277,7 +277,7 @@ x.roll(1, 0) | x.any() | x.all(0) | x.prod() | x.median() | x.unbind() | x.diff(
 F.normalize(x, dim=0) | F.cosine_similarity(row, row, dim=0) | F.glu(x.flatten(0, 1)[:, 0], 0)
 F.layer_norm(x, (B, T, C)) | F.layer_norm(scores, (B,)) | F.layer_norm(last, (B,))
 F.rms_norm(scores, (B,)) | F.batch_norm(row, None, None, training=True) | nn.BatchNorm1d(C)(row)
-F.group_norm(second, 1) | F.dropout(x) | F.dropout(x, 0.0) | nn.Dropout()(x) | torch.rand_like(x)
+F.group_norm(second, 1) | F.dropout(x) | F.dropout(x, 0.2) | nn.Dropout()(x) | torch.rand_like(x)
 x.bernoulli() | torch.randn_like(x) | F.gumbel_softmax(x, dim=-1) | F.alpha_dropout(x, 0.5, True)
 F.rrelu(x, training=True) | x.add_(1) | x.mul_(2) | x.__iadd__(1) | x.__setitem__(0, 1)
 x.relu_() | x.masked_fill_(mask[..., None], 0) | x.copy_(y) | x.zero_() | x.fill_(1) | x.clamp_(0)
@@ -424,6 +424,42 @@ def test_other_calls_have_others(call: Callable[[Any], Any], other: Callable[[An
     assert operation_of(lambda x: x + 1) is not operation_of(
         lambda x: x + 1, rows=Rows(0, 2), part_rows=(1, 1)
     )
+
+
+@pytest.mark.parametrize(
+    ("without", "random"),
+    [
+        ("F.dropout(x, 0.0)", "F.dropout(x, 0.3)"),
+        ("F.dropout(x, 0.3, False)", "F.dropout(x, 0.3, True)"),
+        ("nn.Dropout(0.0)(x)", "nn.Dropout(0.5)(x)"),
+        (
+            "F.scaled_dot_product_attention(heads, keys, keys, dropout_p=0.0)",
+            "F.scaled_dot_product_attention(heads, keys, keys, dropout_p=0.1)",
+        ),
+    ],
+)
+def test_dropout_of_nothing_is_no_other_dropout(without: str, random: str) -> None:
+    for _ in range(2):
+        run(without, (3, 2, 2))
+        with pytest.raises(MixesRowsError):
+            run(random, (3, 2, 2))
+
+
+def test_autocast_of_other_devices_needs_none_of_them() -> None:
+    x: Any = Tensor._make_wrapper_subclass(Lazy, (4, 3, 6), device=torch.device("cuda:0"))
+    x.rows, x.num_rows = Rows(0), 4
+    weight = nn.Parameter(torch.rand(5, 6))
+    dtypes = {}
+    for is_enabled in (False, True):
+        torch.set_autocast_enabled("cuda", is_enabled)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        try:
+            operation = row_operation(functional.linear, (x, weight), {}, is_lazy=is_lazy)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+        assert operation is not None
+        dtypes[is_enabled] = operation.form.results[0].dtype
+    assert dtypes == {False: torch.float32, True: torch.bfloat16}
 
 
 def test_integers_and_floats_give_their_dtypes() -> None:
