@@ -11,8 +11,10 @@ import difflib
 import gc
 import importlib
 import io
+import itertools
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,6 +27,7 @@ from typing import Any, NoReturn
 
 from hydra.core.utils import JobStatus
 from hydra.experimental.callback import Callback
+from omegaconf import OmegaConf, read_write
 from typing_extensions import override
 
 EXIT_ERROR = 1
@@ -40,6 +43,7 @@ EXIT_INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 plus the number of SIGINT."""
 
 
+_RANKS = ("RANK", "SLURM_PROCID", "NODE_RANK")
 _CHOICES = ("recipe", "experiment")  # groups whose files choose in other groups
 _MODULES = {"plan": "plan.command", "export": "checkpoints"}
 
@@ -164,13 +168,23 @@ class RunFolder(Callback):
     @override
     def on_run_start(self, config: Any, **_: Any) -> None:
         folder = Path(config.hydra.run.dir).absolute()
-        self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-        self._entries = set() if self._new_folders else {path.name for path in folder.iterdir()}
+        missing = [path for path in folder.parents if not path.exists()]
+        with suppress(OSError):  # which Hydra meets as well, and is explained then
+            is_new = _make_named_by_time(config.hydra.run) or not folder.exists()
+            folder = Path(config.hydra.run.dir).absolute()
+            self._new_folders = [folder, *missing] if is_new else missing
+            self._entries = set() if is_new else {path.name for path in folder.iterdir()}
+
+    @override
+    def on_multirun_start(self, config: Any, **_: Any) -> None:
+        with suppress(OSError):
+            _make_named_by_time(config.hydra.sweep)
 
     @override
     def on_run_end(self, config: Any, **options: Any) -> None:
         job_return = options["job_return"]
-        if self._entries is None or job_return.status is not JobStatus.COMPLETED:
+        is_first = all(os.environ.get(name, "0") == "0" for name in _RANKS)  # of several hosts
+        if self._entries is None or job_return.status is not JobStatus.COMPLETED or not is_first:
             return
         status = job_return.return_value  # or a metric, which may be 2.0
         if not isinstance(status, int) or status not in (EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT):
@@ -188,6 +202,30 @@ class RunFolder(Callback):
         for path in ([folder / ".hydra"] if ".hydra" in new else []) + self._new_folders:
             with suppress(OSError):  # in use, or gone: another command was refused
                 path.rmdir()
+
+
+def _make_named_by_time(node: Any) -> bool:
+    """Make the folder of a run or a sweep that is named by the second, which another may have.
+
+    False: it has a name of its own, which Hydra makes.
+    """
+    written: Any = OmegaConf.to_container(node, resolve=False)
+    is_by_time = "${now:" in written["dir"]
+    if is_by_time:
+        with read_write(node):
+            node.dir = str(new_folder(Path(node.dir)))
+    return is_by_time
+
+
+def new_folder(path: Path) -> Path:
+    """Make a folder, with a number behind its name where there is one of that name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = path if number == 1 else path.with_name(f"{path.name}_{number}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError
 
 
 train = partial(_launch, "train")

@@ -18,8 +18,9 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from torch import nn
 
-from roundpipe_commands import explain, name_machines
+from roundpipe_commands import explain, name_machines, new_folder
 from roundpipe_lightning.callbacks import PlanReport
+from roundpipe_lightning.cli.run_folder import claim
 from roundpipe_lightning.cli.train import run_training, summary_rows, trained_row, write_card
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import write_text
@@ -130,8 +131,13 @@ def finetune(  # noqa: PLR0913 - all but two are keyword-only, each a setting of
         raise ConfigurationError(f"objective={objective!r} is not one of {', '.join(_OBJECTIVES)}.")
     if push_to_hub is not None:
         make_repository(push_to_hub)
-    now = datetime.now().astimezone()
-    run = Path(folder or f"logs/finetune/runs/{now:%Y-%m-%d_%H-%M-%S}").expanduser().absolute()
+    if folder is None:
+        now = datetime.now().astimezone()
+        run = new_folder(Path(f"logs/finetune/runs/{now:%Y-%m-%d_%H-%M-%S}").absolute())
+    else:
+        run = Path(folder).expanduser().absolute()
+        with claim(run):
+            pass  # refused before records are written into the folder of another run
     settings: dict[str, Any] = {
         "paths.output_dir": str(run),
         "data.files": _files(data, run),

@@ -9,12 +9,19 @@ unless the same words are typed on the command line.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import socket
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if sys.platform != "win32":
+    import fcntl
 
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import read_json, read_yaml, write_text
@@ -22,6 +29,7 @@ from roundpipe_lightning.files import read_json, read_yaml, write_text
 _PROGRAM = "roundpipe_lightning"
 _MARKER = "run.json"
 _SETTINGS = "config.yaml"
+_LOCK = ".run.lock"
 _TOKENIZER = "data.tokenizer"
 
 _MODULES = (
@@ -163,6 +171,64 @@ def is_run(folder: Path) -> bool:
 def mark_run(folder: Path) -> None:
     """Write the file by which a folder is known to be that of a run."""
     write_text(folder / _MARKER, json.dumps({"program": _PROGRAM}) + "\n")
+
+
+@contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Keep a folder for this process, with a lock file that names it and is removed in the end.
+
+    Raises:
+        ConfigurationError: Another process has the folder.
+        OSError: The folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _LOCK
+    descriptor = _open_lock(path)
+    try:
+        os.truncate(path, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        # Hazard: between an unlock and a removal another process could lock the file.
+        with suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+        if sys.platform == "win32":
+            path.unlink(missing_ok=True)
+
+
+def _open_lock(path: Path) -> int:
+    """Open and lock a file; the lock ends with the process, whatever ends it, on any host."""
+    while True:
+        if sys.platform == "win32":  # a file that is open cannot be removed there
+            with suppress(FileNotFoundError), _refused_as_held(path):
+                path.unlink()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if sys.platform != "win32":
+                # Hazard: flock would be inherited by forked workers, and outlive a killed run.
+                with _refused_as_held(path):
+                    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:  # else the holder has just removed it
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+@contextmanager
+def _refused_as_held(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error, (BlockingIOError, PermissionError)):
+            return  # a file system without locks
+        holder = path.read_text("utf-8", "replace") or "another process"
+        raise ConfigurationError(
+            f"hydra.run.dir={path.parent}: the run of {line(holder)} writes this folder. Name "
+            "another folder, or wait until that run has ended."
+        ) from error
 
 
 def _value(settings: Any, key: str) -> Any:

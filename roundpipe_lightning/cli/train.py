@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from typing_extensions import override
 
 from roundpipe_lightning.callbacks import ExportPretrained
 from roundpipe_lightning.callbacks.monitor import figures_among, peak_host_bytes
@@ -34,7 +35,7 @@ from roundpipe_lightning.cli.build import (
 )
 from roundpipe_lightning.cli.callbacks import LastCheckpoint
 from roundpipe_lightning.cli.objects import check_switch, run_explained, whole
-from roundpipe_lightning.cli.run_folder import SavedRun, line, mark_run
+from roundpipe_lightning.cli.run_folder import SavedRun, claim, line, mark_run
 from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.files import read_json, write_text
 from roundpipe_lightning.models.quantized import represented_values
@@ -88,18 +89,25 @@ def run_training(config: DictConfig) -> tuple[Run, dict[str, float], dict[str, A
         check_switch(name, config[name])
     lightning.seed_everything(config.seed, workers=True, verbose=False)
     run = build_run(_with_interval(for_hosts(config)))
-    folder = Path(run.config.paths.output_dir)
+    with claim(Path(run.config.paths.output_dir)):
+        return _run_claimed(run)
+
+
+def _run_claimed(run: Run) -> tuple[Run, dict[str, float], dict[str, Any]]:
+    config, folder = run.config, Path(run.config.paths.output_dir)
     tell_settings(run)
-    _save_config(run)
     # the plan is written before the first step runs by it
     strategy, path = run.trainer.strategy, Path(run.config.paths.output_dir) / "plan.json"
     if isinstance(strategy, RoundPipeStrategy):
         strategy.plan_listeners.append(
             lambda event: None if path.exists() else event.description.plan.save(path)
         )
-    log_settings(run)
-    _save_config(run)
     log.info("Run folder %s, tags %s", folder, list(config.tags))
+    begin = _Begin(run)
+    if config.train:
+        run.trainer.callbacks.insert(0, begin)  # type: ignore[attr-defined]
+    else:
+        begin.write()
     metrics: dict[str, float] = {}
     with run.interrupt:
         try:
@@ -118,6 +126,31 @@ def run_training(config: DictConfig) -> tuple[Run, dict[str, float], dict[str, A
         if isinstance(callback, ExportPretrained) and config.train:
             write_card(callback.folder(run.trainer), folder)
     return run, metrics, figures
+
+
+class _Begin(Callback):
+    """Writes the settings of a run once nothing can refuse it any more: a checkpoint, say.
+
+    A folder in which a run goes on is as it was before that.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._is_written = False
+
+    @override
+    def on_sanity_check_start(self, *_: Any) -> None:
+        self.write()
+
+    @override
+    def on_train_start(self, *_: Any) -> None:
+        self.write()
+
+    def write(self) -> None:
+        if not self._is_written:
+            log_settings(self._run)
+            _save_config(self._run)
+            self._is_written = True
 
 
 def _run_stages(run: Run, metrics: dict[str, float]) -> None:

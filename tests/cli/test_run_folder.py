@@ -2,6 +2,9 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,11 @@ import yaml
 
 import roundpipe_commands
 from roundpipe_lightning.cli.checkpoints import export
-from roundpipe_lightning.cli.run_folder import SavedRun, find_run, mark_run
+from roundpipe_lightning.cli.run_folder import SavedRun, claim, find_run, mark_run
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules.source import byte_level_tokenizer
 from tests.kit.programs import run_program
-from tests.kit.runs import composed, train_small
+from tests.kit.runs import composed, run_here, train_small
 
 
 @pytest.fixture(scope="module")
@@ -252,3 +255,66 @@ def test_a_card_shows_no_code(run: Path) -> None:
     assert "\x1b" not in card
     assert "; rm" not in card.partition("## Serve it")[2]
     assert "# heading" not in card.splitlines()
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    lock = tmp_path / "run" / ".run.lock"
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from roundpipe_lightning.cli.run_folder import claim\n"
+        "with claim(Path(sys.argv[1])):\n"
+        "    print('has it', flush=True); sys.stdin.read()\n"
+    )
+    words = [sys.executable, "-c", script, str(tmp_path / "run")]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    for ends in ("at its end", "killed"):
+        with subprocess.Popen(words, **pipes) as holder:
+            assert holder.stdout is not None
+            assert holder.stdin is not None
+            assert holder.stdout.readline() == "has it\n"
+            message = rf"hydra\.run\.dir=.*run: the run of process {holder.pid} on .* writes this"
+            with pytest.raises(ConfigurationError, match=message):
+                train_small(tmp_path / "run")
+            assert [path.name for path in (tmp_path / "run").iterdir()] == [".run.lock"]
+            holder.kill() if ends == "killed" else holder.stdin.close()
+            holder.wait(60)
+        assert lock.exists() == (ends == "killed")
+        with claim(tmp_path / "run"):
+            assert f"process {os.getpid()} on" in lock.read_text()
+        assert not lock.exists()
+
+
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    place = "hydra.run.dir=runs/${now:%Y}"
+    for name in (f"{datetime.now(tz=timezone.utc):%Y}", "_2", "_3"):
+        done = run_here(
+            tmp_path, place, "trainer.max_steps=1", "callbacks=minimal", "validate=false"
+        )
+        assert done.stdout.strip().endswith(name)
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+    run_here(tmp_path, place, "data.batch_size=0", status=2)
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a run, but for the log and Hydra's own, which say that it was tried."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    logs = ("train.log", ".hydra")
+    return {str(p): (folder / p).read_bytes() for p in paths if not str(p).startswith(logs)}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.architecture.hidden_size=32", "ckpt_path=run", "trainer.max_steps=3"],
+        ["optimizer=sgd", "ckpt_path=run", "trainer.max_steps=3"],
+        ["ckpt_path=run/none.ckpt"],
+        ["data.batch_size=0"],
+    ],
+)
+def test_a_resume_that_is_refused_changes_nothing(
+    run: Path, tmp_path: Path, words: list[str]
+) -> None:
+    before = contents(run)
+    run_here(tmp_path, "hydra.run.dir=run", *words, status=2)
+    assert contents(run) == before

@@ -363,7 +363,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_saved_adapter_runs_no_code(source: str, tmp_path: Path) -> None:
     marker, folder, tokenizer = tmp_path / "ran", tmp_path / "adapter", tmp_path / "tokenizer"
     config = peft_config("peft.PromptTuningConfig", {"num_virtual_tokens": 2})
-    Adapters(config=config).apply(tiny()).save_pretrained(folder)
+    Adapters(config=config).apply(tiny()).save_pretrained(str(folder))
     tokenizer.mkdir()
     (tokenizer / "evil.py").write_text(f"import os; os.mkdir({str(marker)!r})\nclass T: pass\n")
     (tokenizer / "tokenizer_config.json").write_text(
