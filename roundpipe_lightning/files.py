@@ -10,6 +10,9 @@ import os
 import re
 import secrets
 import shutil
+import socket
+import sys
+import time
 import zipfile
 import zlib
 from collections.abc import Generator, Iterator
@@ -20,9 +23,19 @@ from typing import IO, Any
 
 import yaml
 
+if sys.platform != "win32":
+    import fcntl
+
 from roundpipe_lightning.errors import ConfigurationError
 
 _MARK = ".tmp"
+_HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
+_PROCESS = secrets.token_hex(4)
+_OWNER = re.compile(
+    rf"(?P<host>[0-9a-f]{{8}})-(?P<number>\d+)-(?P<process>[0-9a-f]{{8}})-[0-9a-f]{{8}}{re.escape(_MARK)}"
+)
+"""What stands behind the name of a file or a folder that is being written."""
+_MOST_SECONDS = 24 * 3600  # that a writer on another host leaves its file as it is
 _PIECE_BYTES = 1 << 22
 _ZIP_MAGIC = b"PK\x03\x04"
 _MOST_TEXT_BYTES = 4 << 20  # of a file of settings: lists of 50,000 files are shorter
@@ -113,11 +126,12 @@ def replaced_file(path: Path) -> Generator[IO[bytes], None, None]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if path.is_dir() and not path.is_symlink():
-            with _moved_aside(path):
+        with _alone_in(path.parent):
+            if path.is_dir() and not path.is_symlink():
+                with _moved_aside(path):
+                    temporary.replace(path)
+            else:
                 temporary.replace(path)
-        else:
-            temporary.replace(path)
     except BaseException:
         with suppress(FileNotFoundError):
             temporary.unlink()
@@ -142,12 +156,17 @@ def place_folder(temporary: Path, path: Path) -> None:
     Where something is, there are two renames: a kill between them leaves it under a hidden name
     beside `path`. Elsewhere it is one step.
     """
+    with _alone_in(path.parent):
+        _place(temporary, path)
+    sync_folder(path.parent)
+
+
+def _place(temporary: Path, path: Path) -> None:
     if path.is_symlink() or path.exists():
         with _moved_aside(path):
             temporary.rename(path)
     else:
         temporary.rename(path)
-    sync_folder(path.parent)
 
 
 def replace_folder(temporary: Path, path: Path, *, index: str, suffix: str) -> None:
@@ -161,19 +180,21 @@ def replace_folder(temporary: Path, path: Path, *, index: str, suffix: str) -> N
         suffix: Of files that may be removed.
     """
     sync_folder(temporary)
-    if path.is_symlink() or not (path / index).is_file():
-        place_folder(temporary, path)
-        return
-    kept = {entry.name for entry in temporary.iterdir()}
-    for name in kept - {index}:
-        (temporary / name).rename(path / name)
-    sync_folder(path)
-    (temporary / index).replace(path / index)
-    sync_folder(path)
-    for old in path.iterdir():
-        if old.name not in kept and old.suffix == suffix:
-            with suppress(OSError):
-                old.unlink()
+    with _alone_in(path.parent):  # else one writer removes what another has just put there
+        if path.is_symlink() or not (path / index).is_file():
+            _place(temporary, path)
+            sync_folder(path.parent)
+            return
+        kept = {entry.name for entry in temporary.iterdir()}
+        for name in kept - {index}:
+            (temporary / name).rename(path / name)
+        sync_folder(path)
+        (temporary / index).replace(path / index)
+        sync_folder(path)
+        for old in path.iterdir():
+            if old.name not in kept and old.suffix == suffix:
+                with suppress(OSError):
+                    old.unlink()
 
 
 def find_damage(path: Path | BytesIO) -> str | None:
@@ -229,17 +250,51 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_remains(path: Path) -> None:
-    """Remove what writers of `path` left behind that were killed; no other may be writing it."""
-    start, length = f".{path.name}.", len(_beside(path).name)
+    """Remove what writers of `path` left behind that were killed; those of living ones stay."""
+    start = f".{path.name}."
     with suppress(FileNotFoundError):
         for entry in path.parent.iterdir():
-            name = entry.name
-            if name.startswith(start) and name.endswith(_MARK) and len(name) == length:
+            owner = _OWNER.fullmatch(entry.name.removeprefix(start))
+            if entry.name.startswith(start) and owner is not None and _is_gone(owner, entry):
                 _remove(entry)
 
 
+def _is_gone(owner: re.Match[str], entry: Path) -> bool:
+    """Return whether the process is gone that a name was made by."""
+    host, number, process = owner["host"], int(owner["number"]), owner["process"]
+    if host != _HOST or sys.platform == "win32":
+        with suppress(FileNotFoundError):
+            return time.time() - entry.stat().st_mtime > _MOST_SECONDS
+        return False
+    if number == os.getpid():
+        return process != _PROCESS  # a container may give each of its processes the same number
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
 def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{_MARK}")
+    owner = f"{_HOST}-{os.getpid()}-{_PROCESS}"
+    return path.with_name(f".{path.name}.{owner}-{secrets.token_hex(4)}{_MARK}")
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Put files in their places while no other process or thread does so in the same folder."""
+    if sys.platform == "win32":
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
