@@ -78,25 +78,38 @@ class BlockForms:
         self._run_replica, self._trusts_rows = run_replica, trusts_rows
         self._block_keys: dict[nn.Module, tuple[Snapshot, Hashable]] = {}
         self._verdicts: dict[Hashable, CallForm | MixedRowsError] = {}
+        self._refused: dict[Hashable, str] = {}
         self._forms: dict[Hashable, CallForm] = {}
         #: Blocks that run on the whole batch, and why.
         self.whole: dict[str, str] = {}
 
     def form_of(
-        self, name: str, snapshot: Snapshot, leaves: Sequence[Any], structure: TreeSpec
+        self,
+        name: str,
+        snapshot: Snapshot,
+        leaves: Sequence[Any],
+        structure: TreeSpec,
+        *,
+        is_whole: bool = False,
     ) -> tuple[BlockForm, Hashable]:
-        """Return what is known of a call, and the key under which its sizes are to be kept."""
+        """Return what is known of a call, and the key under which its sizes are to be kept.
+
+        Args:
+            is_whole: Whether the batch is one microbatch anyway.
+        """
         context = CallContext.current("cpu")
-        kind = (self._block_key(snapshot), structure, context.modes, context.autocast)
+        objects = [x for x in leaves if not isinstance(x, Tensor) and not is_plain(x)]
+        if objects and (not context.grad_enabled or any(map(_has_tensors, objects))):
+            is_whole = True  # a cache of keys and values: the block fills the one that it is given
+        kind = (self._block_key(snapshot), structure, context.modes, context.autocast, is_whole)
         key = (*kind, tuple(map(_sized_key, leaves)))
         num_rows = _num_rows(leaves)
         whole = BlockForm(CallForm(tuple(None for _ in leaves), (), structure), num_rows)
-        objects = [x for x in leaves if not isinstance(x, Tensor) and not is_plain(x)]
-        if objects and (not context.grad_enabled or any(map(_has_tensors, objects))):
-            return whole, key  # a cache of keys and values: the block fills the one it is given
         if key in self._forms:
             form = self._forms[key]
             return BlockForm(form, _rows_in(leaves, form) or num_rows), key
+        if is_whole:
+            return replace(whole, reason=self._refused.get(key, "")), key
         shape_key = (*kind, tuple(map(_unsized_key, leaves)))
         if shape_key not in self._verdicts:
             self._verdicts[shape_key] = self._try(name, snapshot, leaves, structure)
@@ -119,7 +132,8 @@ class BlockForms:
     def _block_key(self, snapshot: Snapshot) -> Hashable:
         known = self._block_keys.get(snapshot.block)
         if known is None or known[0] is not snapshot:
-            known = (snapshot, hash(form_key(snapshot.block, (), None)))
+            modules = [(s.path, s.kind, s.attributes) for s in snapshot.states]
+            known = (snapshot, form_key(modules, (), num_rows=None, context=None))
             self._block_keys[snapshot.block] = known
         return known[1]
 
@@ -137,10 +151,8 @@ class BlockForms:
                 raise MixedRowsError("it writes into its buffers")
             flat, results = flatten_outcome(outcome)
             for leaf in flat:
-                if not isinstance(leaf, Tensor) and (not is_plain(leaf) or _is_closure(leaf)):
-                    raise NotABlockError(
-                        f"it returns a {type(leaf).__name__}, which may hold tensors"
-                    )
+                if (reason := reason_against(leaf)) is not None:
+                    raise NotABlockError(reason)
             return flat, results
 
         if snapshot.has_script_modules:
@@ -148,7 +160,8 @@ class BlockForms:
             self._warn_of_driver(name, reason)
             return NotABlockError(reason)
         arguments = [
-            LazyArgument(x.rows, _taker(x)) if isinstance(x, LazyTensor) else x for x in leaves
+            LazyArgument(x.output.form, _taker(x)) if isinstance(x, LazyTensor) else x
+            for x in leaves
         ]
         lazy = [x for x in leaves if isinstance(x, LazyTensor)]
         try:
@@ -172,6 +185,11 @@ class BlockForms:
                 )
             return error
         return trial.form
+
+    def refuse(self, name: str, key: Hashable, reason: str) -> None:
+        """Note what a block's first call has shown: it cannot run on workers."""
+        self._refused[key] = reason
+        self._warn_of_driver(name, reason)
 
     @staticmethod
     def _warn_of_driver(name: str, reason: str) -> None:
@@ -223,8 +241,12 @@ def _counts_writes(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
-def _is_closure(leaf: Any) -> bool:
-    return callable(leaf) and not isinstance(leaf, nn.Module | type)
+def reason_against(leaf: Any) -> str | None:
+    """Return why a leaf of a block's results cannot be made of parts; None: it can."""
+    is_function = callable(leaf) and not isinstance(leaf, nn.Module | type)
+    if isinstance(leaf, Tensor) or (is_plain(leaf) and not is_function):
+        return None
+    return f"it returns a {type(leaf).__name__}, which may hold tensors"
 
 
 def _num_rows(leaves: Sequence[Any]) -> int:

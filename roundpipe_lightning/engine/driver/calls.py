@@ -114,6 +114,7 @@ class Call:
         early_results: Leaves of parts that ran before the sizes were known.
         split: Rows of every part.
         sources: Outputs of other calls among the arguments, each once.
+        refusal: Why it cannot run on workers, as its first part has shown.
         saved_buffers: Values of the block's buffers before it wrote into them, for the recompute.
     """
 
@@ -136,6 +137,7 @@ class Call:
     first_results: tuple[Sequence[Any], TreeSpec, int] | None = None
     early_results: dict[int, Sequence[Any]] = field(default_factory=dict)
     saved_buffers: dict[Tensor, Tensor] | None = None
+    refusal: str = ""
 
     def __post_init__(self) -> None:
         self.sources = tuple(dict.fromkeys(x for x in self.arguments if isinstance(x, Output)))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from roundpipe_lightning.engine.driver.block_calls import BlockForms
+from roundpipe_lightning.engine.driver.block_calls import BlockForms, NotABlockError
 from roundpipe_lightning.engine.driver.checkpointing import direct_checkpoints
 from roundpipe_lightning.engine.driver.draws import Draws, own_draws
 from roundpipe_lightning.engine.driver.lazy import gathered
@@ -121,17 +121,26 @@ class Driver:
         self._snapshots[block] = snapshot
         leaves, structure = tree_flatten((args, kwargs))
         with step.trying_block():
-            known, key = self._forms.form_of(proxy.name, snapshot, leaves, structure)
-        if known.reason:
-            forward = proxy.instance_forward or partial(type(block).forward, block)
-            return forward(*gathered(args), **gathered(kwargs))
-        return step.post_block(
-            snapshot,
-            known,
-            leaves=leaves,
-            structure=structure,
-            learn=partial(self._forms.learn, key),
-        )
+            known, key = self._forms.form_of(
+                proxy.name,
+                snapshot,
+                leaves,
+                structure,
+                is_whole=step.route.num_microbatches == 1,
+            )
+        if not known.reason:
+            try:
+                return step.post_block(
+                    snapshot,
+                    known,
+                    leaves=leaves,
+                    structure=structure,
+                    learn=partial(self._forms.learn, key),
+                )
+            except NotABlockError as error:
+                self._forms.refuse(proxy.name, key, error.reason)
+        forward = proxy.instance_forward or partial(type(block).forward, block)
+        return forward(*gathered(args), **gathered(kwargs))
 
 
 def _restore(attributes: dict[str, Any], proxy: BlockProxy) -> None:

@@ -30,7 +30,12 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.driver.backward import BackwardPass, BackwardRun
-from roundpipe_lightning.engine.driver.block_calls import BlockForm, NotABlockError, sized_form
+from roundpipe_lightning.engine.driver.block_calls import (
+    BlockForm,
+    NotABlockError,
+    reason_against,
+    sized_form,
+)
 from roundpipe_lightning.engine.driver.calls import (
     Call,
     Output,
@@ -162,6 +167,10 @@ class Step:
             self.wait_until(lambda: call.first_results is not None)
             assert call.first_results is not None
             results, result_structure, num_rows = call.first_results
+            reasons = filter(None, map(reason_against, results))
+            reason = call.refusal or next(reasons, None)
+            if reason is not None:
+                raise NotABlockError(reason)
             form = sized_form(known.form, known.result_rows, results, result_structure, num_rows)
             with self.changed:
                 self._make_outputs(call, form)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only
 
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.device.threads import Failure, ThreadTeam, add_note
@@ -116,6 +116,9 @@ class StepWorker:
             return values(source, rows)
 
         args, kwargs = call.arguments_for(with_leaves)
+        is_unknown = call.outputs is None
+        if is_unknown:  # it may write into what it is given, and is then run by the driver
+            args, kwargs = tree_map_only(Tensor, _copy, (args, kwargs))
         with call.context.entered(grad=grad):
             if isinstance(call.runner, RowOperation):
                 return tree_flatten(call.context.run(call.runner.function, *args, **kwargs))
@@ -124,6 +127,10 @@ class StepWorker:
             before = {b: b.detach().clone() for b in snapshot.buffers} if may_write else {}
             run = partial(call.context.run, self._replica_for(call, snapshot).run, args, kwargs)
             outcome = self._draws.run(call, part, call.step.seed, run)
+            if is_unknown and any(
+                x._version for x in tree_leaves((args, kwargs)) if _counts_writes(x)
+            ):
+                call.refusal = "it writes into a tensor that it is given"
             if before and outcome.written_buffers:
                 call.saved_buffers = before
         return flatten_outcome(outcome)
@@ -143,6 +150,17 @@ class StepWorker:
             parameter=lambda p: self._leaves.leaf_of(p, snapshot.parameters[p]),
             buffer=buffer,
         )
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return tensor if is_parameter or tensor.requires_grad else tensor.clone()
+
+
+def _counts_writes(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and not leaf.is_inference()
+    )
 
 
 class Executor:
