@@ -331,20 +331,20 @@ def _cast(call: _Call) -> Rows:
     return call.args[0].rows or _refuse()  # type: ignore[no-any-return]
 
 
-def _left(call: _Call) -> Rows:
+def _keep_dims(call: _Call) -> Rows:
     """The dimensions of the first argument are those of the result, counted from the first one."""
     return call.input.rows or _refuse()
 
 
 def _linear(call: _Call) -> Rows:
-    return _left(call) if call.input.row_dim != -1 else _refuse()
+    return _keep_dims(call) if call.input.row_dim != -1 else _refuse()
 
 
 def _embedding(call: _Call) -> Rows:
     """Look rows of a table up; other options write into the table, or count its rows' uses."""
     options = [call.argument(i, name) for i, name in _EMBEDDING_OPTIONS]
     is_lookup = all(option is None or option is False for option in options)
-    return _left(call) if is_lookup else _refuse()
+    return _keep_dims(call) if is_lookup else _refuse()
 
 
 _EMBEDDING_OPTIONS = ((3, "max_norm"), (5, "scale_grad_by_freq"), (6, "sparse"))
@@ -352,12 +352,12 @@ _EMBEDDING_OPTIONS = ((3, "max_norm"), (5, "scale_grad_by_freq"), (6, "sparse"))
 
 def _dropout(call: _Call) -> Rows:
     draws = call.argument(1, "p", default=0.5) and call.argument(2, "training", default=True)
-    return _refuse() if draws else _left(call)
+    return _refuse() if draws else _keep_dims(call)
 
 
 def _normalized(call: _Call) -> Rows:
     is_inside = call.input.row_dim >= -len(call.argument(1, "normalized_shape"))
-    return _refuse() if is_inside else _left(call)
+    return _refuse() if is_inside else _keep_dims(call)
 
 
 def _first(num_dims: int | None = None) -> _Rule:
@@ -365,7 +365,9 @@ def _first(num_dims: int | None = None) -> _Rule:
 
     def rule(call: _Call) -> Rows:
         is_batch = num_dims in (None, call.input.ndim)
-        return _left(call) if is_batch and call.input.row_dim == -call.input.ndim else _refuse()
+        return (
+            _keep_dims(call) if is_batch and call.input.row_dim == -call.input.ndim else _refuse()
+        )
 
     return rule
 
@@ -398,7 +400,9 @@ def _beside(call: _Call, dims: Sequence[Any], row_dim: int) -> Rows:
     if dim in removed:
         _refuse()
     is_kept = call.output.ndim == ndim
-    return Rows(dim if is_kept else dim - sum(other < dim for other in removed), call.repeat)
+    return Rows(
+        dim if is_kept else dim - sum(removed_dim < dim for removed_dim in removed), call.repeat
+    )
 
 
 def _flip(call: _Call) -> Rows:
@@ -417,26 +421,26 @@ def _stack(call: _Call) -> Rows:
 
 def _pad(call: _Call) -> Rows:
     sizes = call.argument(1, "pad")
-    before_last = -1 - call.input.row_dim
-    return _refuse() if any(sizes[2 * before_last : 2 * before_last + 2]) else _elementwise(call)
+    pair = -1 - call.input.row_dim
+    return _refuse() if any(sizes[2 * pair : 2 * pair + 2]) else _elementwise(call)
 
 
 def _matmul(call: _Call) -> Rows:
     return _product(call, call.args[0], call.argument(1, "other", "mat2", "vec"))
 
 
-def _product(call: _Call, left: _Operand, right: _Operand) -> Rows:
+def _product(call: _Call, first: _Operand, second: _Operand) -> Rows:
     """The rows are a dimension of batches of matrices, or one of matrices that is not summed."""
-    having = [x for x in (left, right) if x.rows is not None]
-    if all(x.row_dim <= -3 for x in having):
-        row_dim = call.align((left, right))
-    elif having == [left] and left.row_dim == -2:
+    factors = [x for x in (first, second) if x.rows is not None]
+    if all(x.row_dim <= -3 for x in factors):
+        row_dim = call.align((first, second))
+    elif factors == [first] and first.row_dim == -2:
         row_dim = -2
-    elif having == [right] and right.row_dim == -1 and right.ndim > 1:
+    elif factors == [second] and second.row_dim == -1 and second.ndim > 1:
         row_dim = -1
     else:
         _refuse()
-    row_dim += (right.ndim == 1) + (left.ndim == 1 and row_dim < -1)  # vectors lose a dimension
+    row_dim += (second.ndim == 1) + (first.ndim == 1 and row_dim < -1)  # vectors lose a dimension
     return Rows(call.output.ndim + row_dim, call.repeat)
 
 
@@ -461,8 +465,8 @@ def _einsum(call: _Call) -> Rows:
 
 
 def _sum_with_product(call: _Call) -> Rows:
-    summand, left, right = call.args
-    rows = _product(call, left, right)
+    summand, first, second = call.args
+    rows = _product(call, first, second)
     output = call.output
     call.align((summand, _Operand(output.shape, output.dtype, call.device, rows, can_be_cut=False)))
     return rows
@@ -471,16 +475,16 @@ def _sum_with_product(call: _Call) -> Rows:
 def _reshape(call: _Call) -> Rows:
     """Views that group dimensions: the rows must lead their group.
 
-    `[P, rows, S]`, with all dimensions before and behind the rows multiplied, becomes an output
-    whose dimension of the rows has P entries before it, too.
+    `[P, rows, S]`, with the dimensions around the rows multiplied, becomes an output
+    where the dimensions before that of the rows have P entries, too.
     """
-    sizes, before = list(call.output.shape), math.prod(call.input.shape[: call.input.row_dim])
+    sizes, num_before = list(call.output.shape), math.prod(call.input.shape[: call.input.row_dim])
     if 0 in sizes or call.output.dtype != call.input.dtype:
         _refuse()
     place, *_ = [
         place
         for place, size in enumerate(sizes)
-        if math.prod(sizes[:place]) == before and (size > 1 or call.num_rows == 1)
+        if math.prod(sizes[:place]) == num_before and (size > 1 or call.num_rows == 1)
     ]
     if sizes[place] % call.num_rows:
         _refuse()
@@ -575,7 +579,7 @@ _NAMES: tuple[tuple[_Rule, str], ...] = (
         """,
     ),
     (_cast, "bfloat16 bool byte double float half int long short to type type_as"),
-    (_left, "one_hot"),
+    (_keep_dims, "one_hot"),
     (_linear, "nn.functional.linear"),
     (_embedding, "nn.functional.embedding"),
     (_dropout, "nn.functional.dropout"),

@@ -378,18 +378,18 @@ def test_a_batch_of_one_row_is_its_only_part(call: str) -> None:
 
 def operation_of(call: Callable[[Any], Any], **changes: Any) -> RowOperation | None:
     """Return the operation of a call of `x`, which is made once."""
-    seen: list[RowOperation | None] = []
+    operations: list[RowOperation | None] = []
 
-    class Asked(Lazy):
+    class Recorder(Lazy):
         @classmethod
         def __torch_function__(
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            seen.append(row_operation(func, args, kwargs or {}, is_lazy=is_lazy))
+            operations.append(row_operation(func, args, kwargs or {}, is_lazy=is_lazy))
 
     values = changes.pop("values", torch.rand(4, 3, 6))
-    call(Asked.of(values, changes.pop("rows", Rows(0)), changes.pop("part_rows", (2, 2))))
-    return seen[0]
+    call(Recorder.of(values, changes.pop("rows", Rows(0)), changes.pop("part_rows", (2, 2))))
+    return operations[0]
 
 
 CACHED: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
@@ -574,10 +574,12 @@ def views(draw: st.DrawFn, shape: list[int]) -> Callable[[Any], Any]:
     if kind == "flatten":
         start, end = sorted((draw(dims), draw(dims)))
         return lambda x: x.flatten(start, end)
-    left, sizes = torch.Size(shape).numel(), []
-    while left > 1:
-        sizes.append(draw(st.sampled_from([n for n in range(2, left + 1) if left % n == 0])))
-        left //= sizes[-1]
+    num_entries, sizes = torch.Size(shape).numel(), []
+    while num_entries > 1:
+        sizes.append(
+            draw(st.sampled_from([n for n in range(2, num_entries + 1) if num_entries % n == 0]))
+        )
+        num_entries //= sizes[-1]
     sizes = sizes or [1]
     sizes[draw(st.integers(0, len(sizes) - 1))] = -1
     return lambda x: x.reshape(sizes)
