@@ -62,10 +62,10 @@ class RowWatch(TorchDispatchMode):
         return _TOLERANCES[self._narrowest]
 
     def mark(self, tensor: Tensor) -> None:
-        self._marked.add(StorageWeakRef(tensor.untyped_storage()))
+        self._marked.update(_storages_of(tensor))
 
     def unmark(self, tensor: Tensor) -> None:
-        self._marked.discard(StorageWeakRef(tensor.untyped_storage()))
+        self._marked.difference_update(_storages_of(tensor))
 
     def mark_rows(self, arguments: Sequence[Any], places: Sequence[Rows | None]) -> None:
         for argument, place in zip(arguments, places, strict=True):
@@ -73,9 +73,7 @@ class RowWatch(TorchDispatchMode):
                 self.mark(argument)
 
     def is_marked(self, value: Any) -> bool:
-        if not (isinstance(value, Tensor) and value.layout is torch.strided):
-            return False
-        return StorageWeakRef(value.untyped_storage()) in self._marked
+        return not self._marked.isdisjoint(_storages_of(value))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = getattr(func, "_schema", None)  # no operator of higher order has one
@@ -97,7 +95,7 @@ class RowWatch(TorchDispatchMode):
         has_values = not _METADATA.search(name)
         is_from_rows = has_values and any(map(self.is_marked, tree_leaves(arguments)))
         for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+            if isinstance(tensor, Tensor):
                 if is_from_rows:
                     self.mark(tensor)
                 if tensor.is_floating_point():
@@ -141,6 +139,13 @@ class NumberWatch(TorchFunctionMode):
         if sees_numbers or func is torch.nn.functional.one_hot:  # it checks its argument
             self._watch.sees_numbers = sees_numbers
         return result
+
+
+def _storages_of(value: Any) -> list[StorageWeakRef]:
+    try:
+        return [StorageWeakRef(value.untyped_storage())] if isinstance(value, Tensor) else []
+    except NotImplementedError:  # it is sparse, or what a function sees that torch.func transforms
+        return []
 
 
 def _draw_constant(func: Any, args: Any, kwargs: Any) -> Any:

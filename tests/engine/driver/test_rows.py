@@ -419,6 +419,14 @@ def test_a_guard_against_an_overflow_takes_no_number(check: Callable[[Tensor], T
     assert form_of(block, numbers(ROWS, TIME, WIDTH)).form.arguments == (Rows(0),)
 
 
+def test_functions_that_are_transformed() -> None:
+    def loss(row: Tensor) -> Tensor:
+        return torch.where(torch.isnan(row), 0, row).square().sum()
+
+    block = torch.func.vmap(torch.func.grad(loss))
+    assert form_of(block, numbers(ROWS, TIME, WIDTH)).form.arguments == (Rows(0),)
+
+
 def test_buffers_keep_their_values() -> None:
     norm = nn.BatchNorm1d(TIME)
     saved = {name: buffer.clone() for name, buffer in norm.named_buffers()}
