@@ -12,7 +12,7 @@ The step is open from `training_step` to the end of its backward pass: workers r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,8 @@ from roundpipe_lightning.engine.driver.route import Route
 from roundpipe_lightning.engine.driver.snapshot import Snapshot
 from roundpipe_lightning.engine.driver.step import Step
 from roundpipe_lightning.engine.worker.executor import Executor
+from roundpipe_lightning.errors import BatchError
+from roundpipe_lightning.models.batches import batch_size_of
 from roundpipe_lightning.planning.report.step_record import WorkerState
 from roundpipe_lightning.planning.schedule.schedule import Timeline
 from roundpipe_lightning.strategy import compat
@@ -74,6 +76,7 @@ class OneStepRuntime(PipelineRuntime):
                 executor=executor,
                 draws=executor.draws,
                 device=torch.device("cpu"),
+                project=self._fusion,
             )
         return self._driver
 
@@ -89,6 +92,7 @@ class OneStepRuntime(PipelineRuntime):
         try:
             output: STEP_OUTPUT = self._module.training_step(batch, *arguments)
             compat.check_output(output)
+            output = self._materialized(output)
         except BaseException as error:
             self.end_step(error)
             raise
@@ -102,7 +106,11 @@ class OneStepRuntime(PipelineRuntime):
         driver = self._open_driver()
         with driver.step(route, seed=mix(torch.initial_seed(), self._batch_number)):
             output: STEP_OUTPUT = self._module.training_step(batch, *arguments)
-            return gathered(output)
+            return gathered(self._materialized(output))
+
+    def _materialized(self, output: Any) -> Any:
+        """Return what user code has returned with logits in place of lazy ones."""
+        return output if self._fusion is None else self._fusion.materialized(output)
 
     def _begin(self, route: Route) -> Step:
         seed = mix(torch.initial_seed(), self._batch_number)
@@ -125,9 +133,10 @@ class OneStepRuntime(PipelineRuntime):
             finish()
 
     def _plan_for_batch(self, batch: Any, arguments: Sequence[Any]) -> Planned:
-        planned = self.planner.planned(
-            batch, arguments, count=self.planner.num_microbatches, joined=True
-        )
+        count = self.planner.num_microbatches
+        with suppress(BatchError):  # nobody knows its rows before a block has it
+            count = max(1, min(count, batch_size_of(batch)))
+        planned = self.planner.planned(batch, arguments, count=count, joined=True)
         event = self.planner.event_of(planned, assumed_rates=self._assumed_rates)
         for listener in self._plan_listeners if event is not None else ():
             assert event is not None
@@ -155,7 +164,8 @@ class OneStepRuntime(PipelineRuntime):
         num_workers = len(self._devices)
         route = Route.dealt(num_microbatches=num_workers, num_workers=num_workers)
         with self._open_driver().step(route, seed=mix(torch.initial_seed(), 0)):
-            return gathered(getattr(self._module, step_name)(batch, *arguments))
+            output = getattr(self._module, step_name)(batch, *arguments)
+            return gathered(self._materialized(output))
 
 
 class EndedBatch(InFlightBatch):

@@ -17,7 +17,7 @@ from roundpipe_lightning.engine.driver.draws import Draws, own_draws
 from roundpipe_lightning.engine.driver.lazy import gathered
 from roundpipe_lightning.engine.driver.route import Route
 from roundpipe_lightning.engine.driver.snapshot import ForwardProxy, Snapshot, take_snapshot
-from roundpipe_lightning.engine.driver.step import Step
+from roundpipe_lightning.engine.driver.step import Project, Step
 
 
 class StepExecutor(Protocol):
@@ -47,6 +47,7 @@ class Driver:
         forms: Forms of calls that are known.
         draws: Random numbers of the device where user code computes.
         device: Where user code computes.
+        project: As of `Step`.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Driver:
         executor: StepExecutor,
         draws: Draws,
         device: torch.device,
+        project: Project | None = None,
     ) -> None:
+        self._project = project
         self._proxies_of = {block: BlockProxy(self, block, name) for name, block in blocks.items()}
         self._trainable = tuple(trainable)
         self._forms, self._executor, self._device = forms, executor, device
@@ -74,6 +77,7 @@ class Driver:
             trainable=[p for p in self._trainable if p.requires_grad],
             seed=seed,
             device=self._device,
+            project=self._project,
         )
         join_workers = self._executor.start(step)
         self._step = step
@@ -120,6 +124,7 @@ class Driver:
         snapshot = take_snapshot(block, self._snapshots.get(block), name=proxy.name)
         self._snapshots[block] = snapshot
         leaves, structure = tree_flatten((args, kwargs))
+        leaves = [step.present_value(leaf) for leaf in leaves]
         with step.trying_block():
             known, key = self._forms.form_of(
                 proxy.name,

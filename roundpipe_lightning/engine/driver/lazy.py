@@ -7,6 +7,7 @@ it are posted, too. Any other operation gathers its values: in the driver's thre
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from roundpipe_lightning.engine.driver.forms import Rows
 
 METADATA = frozenset(
     """
-    __len__ data_ptr device dim dtype element_size grad_fn is_complex is_contiguous is_cpu is_cuda
+    __len__ _version device dim dtype element_size grad_fn is_complex is_contiguous is_cpu is_cuda
     is_floating_point is_inference is_leaf is_meta is_mps is_nested is_quantized is_sparse is_xpu
     itemsize layout names nbytes ndim ndimension nelement numel output_nr requires_grad shape size
     stride is_signed __hash__ _backward_hooks retains_grad dense_dim sparse_dim is_conj is_neg
@@ -27,6 +28,22 @@ METADATA = frozenset(
 """Attributes and methods of tensors that need no values."""
 
 _HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
+
+_WRITES = frozenset(
+    f"__{name}__"
+    for name in (
+        "setitem iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift"
+    ).split()
+)
+_VIEWS = frozenset(
+    """
+    __getitem__ chunk contiguous detach diagonal expand expand_as flatten float mT T H mH moveaxis
+    movedim narrow permute reshape select split squeeze swapaxes swapdims tensor_split to transpose
+    type_as unbind unflatten unfold unsqueeze view view_as double half bfloat16 reshape_as
+    split_with_sizes
+    """.split()
+)
+"""Functions whose result may share the memory of their argument."""
 
 
 def function_name(func: Any) -> str:
@@ -41,18 +58,23 @@ class LazyTensor(Tensor):
     Attributes:
         whole: The values of the whole batch in the driver's graph, once user code asked for them.
         has_hooks: Whether a hook looks at its gradient.
+        base: The lazy tensor whose memory this one would share, and the function that made it:
+            what is written into the one is seen in the other.
     """
 
     output: Output
     whole: Tensor | None
     has_hooks: bool
+    base: tuple[LazyTensor, Callable[[Tensor], Tensor]] | None
+    #: Losses without whole logits take it as a plain tensor (`models/losses/lazy_logits.py`).
+    computes_as_plain_tensor = True
 
     @staticmethod
     def wrap(output: Output, device: torch.device) -> LazyTensor:
         lazy: LazyTensor = Tensor._make_wrapper_subclass(
             LazyTensor, output.shape, dtype=output.form.dtype, device=device, requires_grad=False
         )
-        lazy.output, lazy.whole, lazy.has_hooks = output, None, False
+        lazy.output, lazy.whole, lazy.has_hooks, lazy.base = output, None, False, None
         weakref.finalize(lazy, output.call.step.close_output, output)
         return lazy
 
@@ -70,10 +92,20 @@ class LazyTensor(Tensor):
         whole = self.whole
         if self.has_hooks or (whole is not None and whole._version > 0):
             return True
+        if self.base is not None and self.base[0].was_written:
+            return True
         with torch._C.DisableTorchFunctionSubclass():
             node = self.grad_fn
         # An `autograd.Function` that returns its input, such as that of a full backward hook.
         return node is not None and getattr(node, "output", None) is not self.output
+
+    def share_memory_of_base(self) -> None:
+        """Let the values be a view of those of the tensor that it was made from."""
+        if self.base is not None and self.whole is None:
+            base, view = self.base
+            base.share_memory_of_base()
+            step = base.output.call.step
+            self.whole = view(step.gather(base))
 
     @classmethod
     def __torch_function__(
@@ -84,12 +116,19 @@ class LazyTensor(Tensor):
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if name.startswith("new_"):  # a tensor of its own, of the same dtype on the same device
+            like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+            return func(like, *args[1:], **kwargs)
         if name in _HOOKS:
             args[0].has_hooks = True
+        if writes_first(name) and isinstance(args[0], LazyTensor):
+            args[0].share_memory_of_base()
         leaves, structure = tree_flatten((args, kwargs))
         step = next(x for x in leaves if isinstance(x, LazyTensor)).output.call.step
         is_posted, result = step.post_operation(func, args, kwargs, leaves, structure)
         if is_posted:
+            if name in _VIEWS and isinstance(args[0], LazyTensor):
+                _note_base(args[0], result, lambda base: func(base, *args[1:], **kwargs))
             return result
         args, kwargs = gathered(args), gathered(kwargs)
         return func(*args, **kwargs)
@@ -107,6 +146,20 @@ class LazyTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return gathered(self).__reduce_ex__(protocol)
+
+
+def writes_first(name: str) -> bool:
+    """Return whether a torch function writes into its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name in _WRITES
+
+
+def _note_base(base: LazyTensor, result: Any, view: Callable[[Tensor], Any]) -> None:
+    if isinstance(result, LazyTensor):
+        result.base = (base, view)
+    elif isinstance(result, list | tuple):
+        for index, lazy in enumerate(result):
+            if isinstance(lazy, LazyTensor):
+                lazy.base = (base, lambda whole, index=index: view(whole)[index])  # type: ignore[misc]
 
 
 def _detached(leaf: Any) -> Any:

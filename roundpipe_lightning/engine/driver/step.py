@@ -53,7 +53,7 @@ from roundpipe_lightning.engine.driver.nodes import (
     ParameterNode,
     apply,
 )
-from roundpipe_lightning.engine.driver.operations import row_operation
+from roundpipe_lightning.engine.driver.operations import RowOperation, row_operation
 from roundpipe_lightning.engine.driver.outcome import apply_outcome
 from roundpipe_lightning.engine.driver.route import Route, StageCalls, Unit
 from roundpipe_lightning.engine.driver.snapshot import Snapshot
@@ -61,6 +61,10 @@ from roundpipe_lightning.planning.schedule.schedule import Action, Timeline, Tim
 
 _USER = 1 << 62
 """Stands for user code among the numbers of units that give gradients: it comes first."""
+
+
+Project = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Takes a torch function with its arguments, as `__torch_function__` does."""
 
 
 @dataclass(eq=False)
@@ -90,12 +94,20 @@ class Step:
         trainable: The parameters that may get gradients through calls.
         seed: Of all random numbers that blocks draw.
         device: Where user code computes.
+        project: Asked before each operation on lazy tensors; may answer in its place, or return
+            `NotImplemented`: makes logits lazy.
     """
 
     def __init__(
-        self, *, route: Route, trainable: Collection[nn.Parameter], seed: int, device: torch.device
+        self,
+        *,
+        route: Route,
+        trainable: Collection[nn.Parameter],
+        seed: int,
+        device: torch.device,
+        project: Project | None = None,
     ) -> None:
-        self.route, self.seed, self.device = route, seed, device
+        self.route, self.seed, self.device, self._project = route, seed, device, project
         self.changed = threading.Condition()
         self.calls: list[Call] = []
         self.error: BaseException | None = None
@@ -128,19 +140,27 @@ class Step:
     ) -> tuple[bool, Any]:
         """Post an operation on lazy tensors if it keeps rows apart; return whether it does."""
         self._check_reader()
-        if self.is_over or any(is_lazy(x) and x.was_written for x in leaves):
+        if self.is_over or any(self.present_value(x) is not x for x in leaves):
             return False, None
+        if self._project is not None:
+            answer = self._project(func, args, kwargs)
+            if answer is not NotImplemented:
+                return True, answer
         operation = row_operation(func, args, kwargs, is_lazy=is_lazy)
         if operation is None:
             self.num_gathers[func.__name__] = self.num_gathers.get(func.__name__, 0) + 1
             return False, None
+        return True, self.post_rows(operation, leaves, structure)
+
+    def post_rows(self, operation: RowOperation, leaves: Sequence[Any], structure: TreeSpec) -> Any:
+        """Post an operation that keeps rows apart, on flat arguments; return lazy tensors."""
         num_rows = next(x.num_rows for x in leaves if is_lazy(x))
         parameters = [x for x in leaves if isinstance(x, nn.Parameter) and x.requires_grad]
         call = self._new_call(
             operation.name, operation, (leaves, structure), operation.form, num_rows, parameters
         )
         token = self._post(call, None, is_differentiable=operation.is_differentiable)
-        return True, self._results(call, token)
+        return self._results(call, token)
 
     def post_block(
         self,
@@ -203,7 +223,7 @@ class Step:
             number=len(self.calls),
             name=name,
             runner=runner,
-            arguments=tuple(self._source(leaf) for leaf in leaves),
+            arguments=tuple(x.output if isinstance(x, LazyTensor) else x for x in leaves),
             structure=structure,
             form=form,
             context=context,
@@ -245,12 +265,11 @@ class Step:
         call.early_results.clear()
         self.changed.notify_all()
 
-    def _source(self, leaf: Any) -> Any:
-        if not isinstance(leaf, LazyTensor):
-            return leaf
-        if leaf.was_written or leaf.output.call.step is not self:
+    def present_value(self, leaf: Any) -> Any:
+        """Return an argument as a call takes it: values if they are no longer what a call made."""
+        if isinstance(leaf, LazyTensor) and (leaf.was_written or leaf.output.call.step is not self):
             return leaf.output.call.step.gather(leaf)
-        return leaf.output
+        return leaf
 
     def _token_of(self, call: Call) -> Tensor | None:
         """Return the call's token in the driver's graph; None if it gets no gradient."""
@@ -354,6 +373,8 @@ class Step:
     def gather(self, lazy: LazyTensor) -> Tensor:
         """Return the values of the whole batch, with their place in the driver's graph."""
         self._check_reader()
+        if lazy.base is not None and lazy.base[0].was_written:
+            lazy.share_memory_of_base()
         if lazy.whole is None:
             parts = self.await_parts(lazy.output)
             with torch.enable_grad():

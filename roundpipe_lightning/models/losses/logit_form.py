@@ -27,7 +27,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from roundpipe_lightning.engine.capture.torch_functions import Autocast
+from roundpipe_lightning.engine.driver.lazy import LazyTensor
 from roundpipe_lightning.models.losses.linear_cross_entropy import linear_cross_entropy
+from roundpipe_lightning.models.losses.token_losses import posted_cross_entropy
 
 __all__ = ["LogitForm", "form_after", "loss_of_form"]
 
@@ -73,16 +75,13 @@ class LogitForm:
             scale *= softcap
             if not softcap > 0:
                 return None
+        options |= {"softcap": softcap, "scale": scale, "bias": self.bias}
         with self.autocast.restored():
-            loss = linear_cross_entropy(
-                self.hidden,
-                self.weight,
-                labels.to(self.hidden.device),
-                bias=self.bias,
-                softcap=softcap,
-                scale=scale,
-                **options,
-            )
+            labels = labels.to(self.hidden.device)
+            if isinstance(self.hidden, LazyTensor):
+                loss = posted_cross_entropy(self.hidden, self.weight, labels, **options)
+            else:
+                loss = linear_cross_entropy(self.hidden, self.weight, labels, **options)
         return loss.to(dtype)
 
 
