@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from roundpipe_lightning.engine.driver.calls import is_plain
 from roundpipe_lightning.engine.driver.context import CallContext
@@ -99,12 +99,22 @@ class BlockForms:
         """
         context = CallContext.current("cpu")
         objects = [x for x in leaves if not isinstance(x, Tensor) and not is_plain(x)]
-        if objects and (not context.grad_enabled or any(map(_has_tensors, objects))):
+        reason = ""
+        if objects and not context.grad_enabled:
             is_whole = True  # a cache of keys and values: the block fills the one that it is given
+        elif any(map(_has_tensors, objects)):
+            reason = (
+                "it is given an object that holds tensors, which a recompute would find changed"
+            )
         kind = (self._block_key(snapshot), structure, context.modes, context.autocast, is_whole)
         key = (*kind, tuple(map(_sized_key, leaves)))
         num_rows = _num_rows(leaves)
         whole = BlockForm(CallForm(tuple(None for _ in leaves), (), structure), num_rows)
+        if reason:
+            if reason not in self._refused.values():
+                self._warn_of_driver(name, reason)
+            self._refused[key] = reason
+            return replace(whole, reason=reason), key
         if key in self._forms:
             form = self._forms[key]
             return BlockForm(form, _rows_in(leaves, form) or num_rows), key
@@ -150,9 +160,8 @@ class BlockForms:
             if outcome.written_buffers:
                 raise MixedRowsError("it writes into its buffers")
             flat, results = flatten_outcome(outcome)
-            for leaf in flat:
-                if (reason := reason_against(leaf)) is not None:
-                    raise NotABlockError(reason)
+            if (reason := reason_against(outcome)) is not None:
+                raise NotABlockError(reason)
             return flat, results
 
         if snapshot.has_script_modules:
@@ -241,12 +250,13 @@ def _counts_writes(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
-def reason_against(leaf: Any) -> str | None:
-    """Return why a leaf of a block's results cannot be made of parts; None: it can."""
-    is_function = callable(leaf) and not isinstance(leaf, nn.Module | type)
-    if isinstance(leaf, Tensor) or (is_plain(leaf) and not is_function):
-        return None
-    return f"it returns a {type(leaf).__name__}, which may hold tensors"
+def reason_against(outcome: Outcome) -> str | None:
+    """Return why what a block gave cannot be put together from microbatches; None: it can."""
+    for leaf in tree_leaves((outcome.result, [x.value for x in outcome.attributes])):
+        is_function = callable(leaf) and not isinstance(leaf, nn.Module | type)
+        if not isinstance(leaf, Tensor) and (is_function or not is_plain(leaf)):
+            return f"it returns a {type(leaf).__name__}, which may hold tensors"
+    return None
 
 
 def _num_rows(leaves: Sequence[Any]) -> int:

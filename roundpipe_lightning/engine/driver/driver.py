@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from roundpipe_lightning.engine.driver.block_calls import BlockForms, NotABlockError
-from roundpipe_lightning.engine.driver.checkpointing import direct_checkpoints
 from roundpipe_lightning.engine.driver.draws import Draws, own_draws
 from roundpipe_lightning.engine.driver.lazy import gathered
 from roundpipe_lightning.engine.driver.route import Route
 from roundpipe_lightning.engine.driver.snapshot import ForwardProxy, Snapshot, take_snapshot
 from roundpipe_lightning.engine.driver.step import Project, Step
+from roundpipe_lightning.engine.driver.torch_functions import lazy_arguments
 
 
 class StepExecutor(Protocol):
@@ -84,7 +84,7 @@ class Driver:
         try:
             with (
                 self._proxies(),
-                direct_checkpoints(),
+                lazy_arguments(),
                 own_draws(self._draws, always=self._is_first),
             ):
                 yield step

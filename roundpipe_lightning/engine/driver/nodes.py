@@ -107,5 +107,6 @@ class GatherNode(torch.autograd.Function):
 
 def apply(node: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """Add a node to the driver's graph; return what it makes."""
-    result: Tensor = node.apply(*arguments)
+    # Not the class's own `apply`, which gives a function of user code the values of lazy tensors.
+    result: Tensor = super(torch.autograd.Function, node).apply(*arguments)
     return result

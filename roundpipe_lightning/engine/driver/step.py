@@ -33,7 +33,6 @@ from roundpipe_lightning.engine.driver.backward import BackwardPass, BackwardRun
 from roundpipe_lightning.engine.driver.block_calls import (
     BlockForm,
     NotABlockError,
-    reason_against,
     sized_form,
 )
 from roundpipe_lightning.engine.driver.calls import (
@@ -187,10 +186,8 @@ class Step:
             self.wait_until(lambda: call.first_results is not None)
             assert call.first_results is not None
             results, result_structure, num_rows = call.first_results
-            reasons = filter(None, map(reason_against, results))
-            reason = call.refusal or next(reasons, None)
-            if reason is not None:
-                raise NotABlockError(reason)
+            if call.refusal:
+                raise NotABlockError(call.refusal)
             form = sized_form(known.form, known.result_rows, results, result_structure, num_rows)
             with self.changed:
                 self._make_outputs(call, form)

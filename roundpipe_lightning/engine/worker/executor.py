@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.device.threads import Failure, ThreadTeam, add_note
 from roundpipe_lightning.engine.driver.backward import BackwardRun
-from roundpipe_lightning.engine.driver.block_calls import flatten_outcome
+from roundpipe_lightning.engine.driver.block_calls import flatten_outcome, reason_against
 from roundpipe_lightning.engine.driver.calls import Call, Output
 from roundpipe_lightning.engine.driver.draws import Draws
 from roundpipe_lightning.engine.driver.forms import Rows
@@ -127,10 +127,10 @@ class StepWorker:
             before = {b: b.detach().clone() for b in snapshot.buffers} if may_write else {}
             run = partial(call.context.run, self._replica_for(call, snapshot).run, args, kwargs)
             outcome = self._draws.run(call, part, call.step.seed, run)
-            if is_unknown and any(
-                x._version for x in tree_leaves((args, kwargs)) if _counts_writes(x)
-            ):
-                call.refusal = "it writes into a tensor that it is given"
+            if is_unknown:
+                call.refusal = reason_against(outcome) or ""
+                if any(x._version for x in tree_leaves((args, kwargs)) if _counts_writes(x)):
+                    call.refusal = "it writes into a tensor that it is given"
             if before and outcome.written_buffers:
                 call.saved_buffers = before
         return flatten_outcome(outcome)

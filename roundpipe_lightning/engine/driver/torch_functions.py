@@ -1,4 +1,7 @@
-"""Activation checkpointing of user code around blocks.
+"""Functions of PyTorch that take lazy tensors past `__torch_function__`.
+
+An `autograd.Function` of user code takes the node of its arguments. That of a lazy tensor leads to
+the call that made it, past what user code has written into it since: so it is given the values.
 
 Workers recompute blocks anyway. A checkpoint around calls of blocks, or around the loss, would post
 these calls a second time in the middle of the backward pass. So while a step runs,
@@ -13,14 +16,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils import checkpoint as checkpoint_module
+
+from roundpipe_lightning.engine.driver.lazy import gathered, is_lazy
 
 _REENTRANT, _WITHOUT_REENTRY = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
 
 
 @contextmanager
-def direct_checkpoints() -> Iterator[None]:
-    """Let checkpoints of this thread call their functions directly, until the context ends."""
+def lazy_arguments() -> Iterator[None]:
+    """Let such functions of this thread take lazy tensors, until the context ends."""
     driver = threading.get_ident()
     function_class = getattr(checkpoint_module, _REENTRANT)
     generator = getattr(checkpoint_module, _WITHOUT_REENTRY)
@@ -37,10 +43,18 @@ def direct_checkpoints() -> Iterator[None]:
             return iter((None,))
         return iter(generator(*args, **kwargs))
 
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == driver:
+            args = tuple(gathered(x) if is_lazy(x) and x.was_written else x for x in args)
+        return plain_apply(cls, *args, **kwargs)
+
+    plain_apply = torch.autograd.Function.__dict__["apply"].__func__
     setattr(checkpoint_module, _REENTRANT, DirectFunction)
     setattr(checkpoint_module, _WITHOUT_REENTRY, direct_generator)
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
+        torch.autograd.Function.apply = classmethod(plain_apply)  # type: ignore[method-assign]
         setattr(checkpoint_module, _REENTRANT, function_class)
         setattr(checkpoint_module, _WITHOUT_REENTRY, generator)
