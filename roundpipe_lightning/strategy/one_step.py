@@ -72,7 +72,7 @@ class OneStepRuntime(PipelineRuntime):
             self._driver = Driver(
                 self.blocks,
                 trainable=list(self._module.parameters()),
-                forms=BlockForms(executor.run_replica, trusts_rows=self._options.trust_rows),
+                forms=BlockForms(executor.make_replica, trusts_rows=self._options.trust_rows),
                 executor=executor,
                 draws=executor.draws,
                 device=torch.device("cpu"),

@@ -33,8 +33,8 @@ from roundpipe_lightning.engine.driver.rows import (
 )
 from roundpipe_lightning.engine.driver.snapshot import Snapshot
 
-RunReplica = Callable[[Snapshot, tuple[Any, ...], dict[str, Any]], Outcome]
-"""Runs a block once in the driver's thread, on a replica."""
+MakeReplica = Callable[[Snapshot], Callable[[tuple[Any, ...], dict[str, Any]], Outcome]]
+"""Makes a replica of a block that the driver's thread runs; returns what runs it."""
 
 
 class WholeBatchWarning(UserWarning):
@@ -70,12 +70,12 @@ class BlockForms:
     """Forms of the calls that have been seen. Thread: the Trainer's.
 
     Args:
-        run_replica: Runs a block on a few rows.
+        make_replica: Makes what runs a block on a few rows.
         trusts_rows: Whether rows are taken to be independent, without a look.
     """
 
-    def __init__(self, run_replica: RunReplica, *, trusts_rows: bool = False) -> None:
-        self._run_replica, self._trusts_rows = run_replica, trusts_rows
+    def __init__(self, make_replica: MakeReplica, *, trusts_rows: bool = False) -> None:
+        self._make_replica, self._trusts_rows = make_replica, trusts_rows
         self._block_keys: dict[nn.Module, tuple[Snapshot, Hashable]] = {}
         self._verdicts: dict[Hashable, CallForm | MixedRowsError] = {}
         self._refused: dict[Hashable, str] = {}
@@ -152,10 +152,10 @@ class BlockForms:
     ) -> CallForm | MixedRowsError:
         def run(arguments: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
             copies = [x if isinstance(x, Tensor) or is_plain(x) else deepcopy(x) for x in arguments]
-            versions = [x._version if _counts_writes(x) else 0 for x in copies]
+            versions = versions_of(copies)
             args, kwargs = tree_unflatten(copies, structure)
-            outcome = self._run_replica(snapshot, args, kwargs)
-            if [x._version if _counts_writes(x) else 0 for x in copies] != versions:
+            outcome = run_replica(args, kwargs)
+            if versions_of(copies) != versions:
                 raise NotABlockError("it writes into a tensor that it is given")
             if outcome.written_buffers:
                 raise MixedRowsError("it writes into its buffers")
@@ -168,6 +168,7 @@ class BlockForms:
             reason = "it has TorchScript modules, which cannot be copied"
             self._warn_of_driver(name, reason)
             return NotABlockError(reason)
+        run_replica = self._make_replica(snapshot)
         arguments = [
             LazyArgument(x.output.form, _taker(x)) if isinstance(x, LazyTensor) else x
             for x in leaves
@@ -246,8 +247,10 @@ def _taker(lazy: LazyTensor) -> Callable[[int, int], Tensor]:
     return take
 
 
-def _counts_writes(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not leaf.is_inference()
+def versions_of(tree: Any) -> list[int]:
+    """Return how often each tensor of a tree was written into, where that is counted."""
+    tensors = (x for x in tree_leaves(tree) if isinstance(x, Tensor) and not x.is_inference())
+    return [tensor._version for tensor in tensors]
 
 
 def reason_against(outcome: Outcome) -> str | None:

@@ -14,12 +14,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.device.threads import Failure, ThreadTeam, add_note
 from roundpipe_lightning.engine.driver.backward import BackwardRun
-from roundpipe_lightning.engine.driver.block_calls import flatten_outcome, reason_against
+from roundpipe_lightning.engine.driver.block_calls import (
+    flatten_outcome,
+    reason_against,
+    versions_of,
+)
 from roundpipe_lightning.engine.driver.calls import Call, Output
 from roundpipe_lightning.engine.driver.draws import Draws
 from roundpipe_lightning.engine.driver.forms import Rows
@@ -119,6 +123,7 @@ class StepWorker:
         is_unknown = call.outputs is None
         if is_unknown:  # it may write into what it is given, and is then run by the driver
             args, kwargs = tree_map_only(Tensor, _copy, (args, kwargs))
+            versions = versions_of((args, kwargs))
         with call.context.entered(grad=grad):
             if isinstance(call.runner, RowOperation):
                 return tree_flatten(call.context.run(call.runner.function, *args, **kwargs))
@@ -129,7 +134,7 @@ class StepWorker:
             outcome = self._draws.run(call, part, call.step.seed, run)
             if is_unknown:
                 call.refusal = reason_against(outcome) or ""
-                if any(x._version for x in tree_leaves((args, kwargs)) if _counts_writes(x)):
+                if versions_of((args, kwargs)) != versions:
                     call.refusal = "it writes into a tensor that it is given"
             if before and outcome.written_buffers:
                 call.saved_buffers = before
@@ -157,12 +162,6 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor if is_parameter or tensor.requires_grad else tensor.clone()
 
 
-def _counts_writes(leaf: Any) -> bool:
-    return (
-        isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and not leaf.is_inference()
-    )
-
-
 class Executor:
     """The threads of all workers."""
 
@@ -187,16 +186,16 @@ class Executor:
 
         return join_workers
 
-    def run_replica(
-        self, snapshot: Snapshot, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Outcome:
-        """Run a block once in the driver's thread, where user code computes."""
+    def make_replica(
+        self, snapshot: Snapshot
+    ) -> Callable[[tuple[Any, ...], dict[str, Any]], Outcome]:
+        """Make a replica of a block where user code computes; return what runs it."""
         replica = Replica(
             snapshot,
             parameter=lambda p: self._driver_leaves.leaf_of(p, snapshot.parameters[p]),
             buffer=Tensor.clone,
         )
-        return replica.run(args, kwargs)
+        return replica.run
 
     def close(self) -> None:
         self._team.close()

@@ -110,7 +110,8 @@ class HostLeaves:
     def leaf_of(self, parameter: nn.Parameter, requires_grad: bool) -> nn.Parameter:  # noqa: FBT001
         leaf = self._leaves.get((parameter, requires_grad))
         if leaf is None or leaf.data_ptr() != parameter.data_ptr():
-            leaf = leaf_like(parameter, parameter.detach(), requires_grad=requires_grad)
+            with torch.inference_mode(mode=False):  # an evaluation may be the first to ask for it
+                leaf = leaf_like(parameter, parameter.detach(), requires_grad=requires_grad)
             self._leaves[parameter, requires_grad] = leaf
         return leaf
 

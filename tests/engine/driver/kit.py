@@ -136,7 +136,7 @@ class Comparison:
         self.driver = Driver(
             found,
             trainable=list(self.module.parameters()),
-            forms=BlockForms(self.executor.run_replica),
+            forms=BlockForms(self.executor.make_replica),
             executor=self.executor,
             draws=self.executor.draws,
             device=torch.device("cpu"),
