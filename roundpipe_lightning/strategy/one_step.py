@@ -101,13 +101,6 @@ class OneStepRuntime(PipelineRuntime):
             self.end_step()
         return output
 
-    def _manual_step(self, batch: Any, *arguments: Any) -> STEP_OUTPUT:
-        route = Route.dealt(num_microbatches=2 * len(self._devices), num_workers=len(self._devices))
-        driver = self._open_driver()
-        with driver.step(route, seed=mix(torch.initial_seed(), self._batch_number)):
-            output: STEP_OUTPUT = self._module.training_step(batch, *arguments)
-            return gathered(self._materialized(output))
-
     def _materialized(self, output: Any) -> Any:
         """Return what user code has returned with logits in place of lazy ones."""
         return output if self._fusion is None else self._fusion.materialized(output)
