@@ -176,6 +176,26 @@ def test_stages_of_a_plain_step_are_laid_round_the_workers(
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_graphs_are_kept_where_they_were_made() -> None:
+    kept = Partition(forward=(2, 2, 1), backward=(1, 2, 2), plain=True, keeps_graphs=True)
+    assert str(kept) == "plain forward 2 2 1 | backward =1 2 2"
+    assert Partition.parse(str(kept)) == kept
+    assert [str(stage) for stage in kept.stages() if stage.keeps_graph] == ["F2[4:5]", "B0[4:5]"]
+    plan = round_robin_plan(kept, num_workers=2, num_microbatches=2, round_size=2)
+    assert (
+        plan.schedule.to_text()
+        == """\
+worker 0: F0.0 F0.1 F2.0 F2.1 B0.0 B0.1 B2.0 B2.1
+worker 1: F1.0 F1.1 B1.0 B1.1
+"""
+    )
+    assert turns_of_batch(plan) == 1  # the next batch begins where B2 has not run
+    waits = plan.dependencies(Action.parse("B0.1").key)
+    assert [str(key) for key in waits] == ["F2.0", "F2.1"]  # no boundary to start from
+    with pytest.raises(PlanError, match=r"'plain forward 2 3 . backward =1 2 2' keeps graphs"):
+        replace(PLAIN, keeps_graphs=True)
+
+
 def test_a_row_out_of_order_is_refused() -> None:
     with pytest.raises(PlanError, match="Expected a line 'worker 0"):
         Schedule.from_text("worker 1: F0.0")
@@ -398,8 +418,7 @@ def test_choices_that_cannot_be_are_refused(
     ("change", "message"),
     [
         ({"round_size": 3}, "num_microbatches=4 are no rounds of round_size=3"),
-        ({"recompute": RecomputePolicy.NONE}, "give one FORWARD and one BACKWARD stage"),
-        ({"recompute": RecomputePolicy.NONE, "team_size": 2}, "with all blocks"),
+        ({"recompute": RecomputePolicy.NONE}, "the only FORWARD stage keep its graphs"),
     ],
 )
 def test_choices_that_cannot_be_of_a_plain_plan_are_refused(
@@ -411,7 +430,7 @@ def test_choices_that_cannot_be_of_a_plain_plan_are_refused(
 
 
 def test_a_plain_plan_may_keep_all_graphs() -> None:
-    whole = Partition(forward=(5,), backward=(5,), plain=True)
+    whole = Partition(forward=(5,), backward=(5,), plain=True, keeps_graphs=True)
     plan = round_robin_plan(whole, num_workers=2, num_microbatches=4, round_size=4, team_size=2)
     kept = replace(plan, recompute=RecomputePolicy.NONE)
     assert (

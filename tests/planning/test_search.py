@@ -70,9 +70,28 @@ def random_counts(data: st.DataObject, total: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def random_partition(profile: ModelProfile, kind: str, data: st.DataObject) -> Partition:
+    """Draw a partition of a kind: `fused`, `joined`, `plain`, or `kept`, plain with kept graphs."""
+    fused = 0 if kind == "joined" else data.draw(st.integers(0, profile.num_blocks))
+    rest = profile.num_blocks - fused
+    backward = (fused, *random_counts(data, rest))
+    if kind == "plain":
+        forward = random_counts(data, profile.num_blocks)
+        forward = (*forward, 0) if data.draw(st.booleans()) or not forward else forward
+        return Partition(forward=forward, backward=backward, plain=True)
+    is_kept = kind == "kept"
+    forward = (*random_counts(data, rest), *[fused] * is_kept)
+    return Partition(forward=forward, backward=backward, plain=is_kept, keeps_graphs=is_kept)
+
+
 @pytest.mark.parametrize(
-    ("rounds", "joined"),
-    [((1,), False), ((4,), False), ((3, 3), False), ((4, 2), False), ((4,), True)],
+    ("rounds", "kind"),
+    [
+        *(((1,), kind) for kind in ("fused", "plain", "kept")),
+        *(((4,), kind) for kind in ("fused", "joined", "plain", "kept")),
+        *(((3, 3), kind) for kind in ("fused", "plain", "kept")),
+        ((4, 2), "fused"),
+    ],
 )
 @settings(max_examples=25)
 @given(
@@ -87,7 +106,7 @@ def test_evaluator_agrees_with_the_simulator(
     rounds: tuple[int, ...],
     recompute_start: RecomputeStart,
     *,
-    joined: bool,
+    kind: str,
     data: st.DataObject,
 ) -> None:
     evaluator = Evaluator(
@@ -96,14 +115,9 @@ def test_evaluator_agrees_with_the_simulator(
         rounds=rounds,
         hop_seconds=0.25,
         recompute_start=recompute_start,
-        joined=rounds[0] if joined else 0,
+        joined=rounds[0] if kind == "joined" else 0,
     )
-    partitions = []
-    for _ in range(3):
-        fused = 0 if joined else data.draw(st.integers(0, profile.num_blocks))
-        rest = profile.num_blocks - fused
-        backward = (fused, *random_counts(data, rest))
-        partitions.append(Partition(forward=random_counts(data, rest), backward=backward))
+    partitions = [random_partition(profile, kind, data) for _ in range(3)]
     table = PartitionTable.of(partitions)
     for partition, makespan in zip(partitions, evaluator.makespans(table), strict=True):
         exact = simulated(evaluator, partition)
@@ -253,12 +267,12 @@ def test_cuts_that_cut_nothing_are_refused(cuts: tuple[int, ...]) -> None:
 
 
 @settings(max_examples=60)
-@given(cut_profiles(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
+@given(cut_profiles(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3), st.booleans())
 def test_even_and_searched_partitions_keep_the_cuts_and_the_limits(
-    profile: ModelProfile, forward: int, backward: int, fused: int
+    profile: ModelProfile, forward: int, backward: int, fused: int, plain: bool
 ) -> None:
     limits = StageLimits(forward=forward, backward=backward, fused=fused)
-    even = even_partitions(profile, limits=limits)
+    even = even_partitions(profile, limits=limits, plain=plain)
     assert even
     evaluator = Evaluator(profile=profile, num_workers=3, rounds=(4,), hop_seconds=0.1)
     found = PartitionSearch(evaluator=evaluator, limits=limits, effort=FEW_ACTIONS).best(even)
@@ -266,14 +280,18 @@ def test_even_and_searched_partitions_keep_the_cuts_and_the_limits(
         assert keeps_cuts(partition, profile.cuts)
         assert keeps_limits(partition, limits)
         assert partition.num_blocks == profile.num_blocks
+        assert partition.plain is plain
 
 
 @settings(max_examples=15)
-@given(cut_profiles(), st.sampled_from([1, 2, 4]), st.integers(1, 4))
-def test_the_planner_keeps_the_cuts(profile: ModelProfile, devices: int, microbatches: int) -> None:
-    request = PlanningRequest(num_microbatches=microbatches, effort=FEW_ACTIONS)
+@given(cut_profiles(), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.booleans())
+def test_the_planner_keeps_the_cuts(
+    profile: ModelProfile, devices: int, microbatches: int, plain: bool
+) -> None:
+    request = PlanningRequest(num_microbatches=microbatches, effort=FEW_ACTIONS, plain=plain)
     planned = plan_training(profile, hardware=machine(devices), request=request)
     assert keeps_cuts(planned.plan.partition, profile.cuts)
+    assert planned.plan.plain is plain
 
 
 def test_smaller_stages_for_a_small_device_keep_the_cuts_too() -> None:

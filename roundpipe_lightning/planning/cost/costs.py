@@ -187,6 +187,8 @@ def _stage_cost(stage: Stage, profile: ModelProfile, policy: RecomputePolicy) ->
     if stage.kind is StageKind.FUSED:
         return ActionCost(compute_seconds=forward + backward)
     recompute = sum(unit.seconds_to_recompute(policy) for unit in units)
+    if stage.keeps_graph:
+        recompute = 0.0
     return ActionCost(recompute_seconds=recompute, compute_seconds=backward)
 
 
@@ -205,17 +207,24 @@ class PartitionTable:
         forward: Shape (partitions, most FORWARD stages); shorter ones have zeros in front.
         backward: Shape (partitions, most stages from the tail on), column 0 the fused stage or the
             first BACKWARD one; shorter ones have zeros behind.
+        keeps: Shape (partitions,), `Partition.keeps_graphs`.
     """
 
     forward: Counts
     backward: Counts
+    keeps: npt.NDArray[np.bool_]
     plain: bool = False
 
     def __len__(self) -> int:
         return len(self.forward)
 
     def __getitem__(self, rows: Counts | slice) -> PartitionTable:
-        return replace(self, forward=self.forward[rows], backward=self.backward[rows])
+        return replace(
+            self,
+            forward=self.forward[rows],
+            backward=self.backward[rows],
+            keeps=self.keeps[rows],
+        )
 
     @classmethod
     def of(cls, partitions: Sequence[Partition]) -> PartitionTable:
@@ -226,7 +235,8 @@ class PartitionTable:
         for row, partition in enumerate(partitions):
             forward[row, most_forward - partition.num_forward :] = partition.forward
             backward[row, : len(partition.backward)] = partition.backward
-        return cls(forward=forward, backward=backward, plain=partitions[0].plain)
+        keeps = np.array([partition.keeps_graphs for partition in partitions])
+        return cls(forward=forward, backward=backward, keeps=keeps, plain=partitions[0].plain)
 
     # The rule of `Stage.has_head_forward`, `has_head_backward` and `has_tail`, as columns:
     @cached_property
@@ -295,15 +305,30 @@ class PartitionTable:
         The last stages of a round are followed by the first ones of the next, if there is one. A
         stage that follows itself is one stage run that goes on, so nothing follows.
         """
-        columns = np.arange(self.start.shape[1])[None, :]
-        first, count = self.first[:, None], (self.last - self.first + 1)[:, None]
-        place = columns - first + distance
+        count = self.num_turns[:, None]
+        turn = self.turns + distance
         if goes_on:
-            place = place % count
+            turn = turn % count
             is_other = distance % count != 0
         else:
-            is_other = np.broadcast_to((place >= 0) & (place < count), place.shape)
-        found: Counts = np.where(is_other, place + first, -1)
+            is_other = np.broadcast_to((turn >= 0) & (turn < count), turn.shape)
+        column = turn + self.first[:, None]
+        column += self.keeps[:, None] & (column >= self.fused - 1)
+        found: Counts = np.where(is_other, column, -1)
+        return found
+
+    @property
+    def turns(self) -> Counts:
+        """The turn of each column: where graphs are kept, two stages in a row have the same."""
+        columns = np.arange(self.start.shape[1])[None, :]
+        found: Counts = (
+            columns - self.first[:, None] - (self.keeps[:, None] & (columns >= self.fused))
+        )
+        return found
+
+    @property
+    def num_turns(self) -> Counts:
+        found: Counts = self.last - self.first + 1 - self.keeps
         return found
 
 
@@ -356,7 +381,7 @@ class Evaluator:
         sizes = table.part_sums(self.profile, "parameter_bytes")
         gradients = table.part_sums(self.profile, "trainable_bytes")[:, table.fused :]
         # A stage that is the next one of its team, too, goes on as the same stage run.
-        count, rounds = table.last - table.first + 1, len(self.rounds)
+        count, rounds = table.num_turns, len(self.rounds)
         same = self.num_workers % count == 0
         runs = np.where(same, np.minimum(rounds, self.num_workers // count), rounds)
         runs = self.team_size * runs
@@ -366,7 +391,7 @@ class Evaluator:
         pipeline = self.makespans(table)
         step = host.step_seconds(
             pipeline,
-            uploaded=runs * sizes.sum(axis=1),
+            uploaded=runs * (sizes.sum(axis=1) - table.keeps * sizes[:, table.fused]),
             downloaded=runs * gradients.sum(axis=1),
             edges=edges,
         )
@@ -400,11 +425,13 @@ class Evaluator:
             started = np.zeros(len(table), dtype=bool)
             for stage in range(len(compute)):
                 here = present[stage]
+                stays = table.keeps & (stage == table.fused)
+                turns -= stays
                 worker = np.where(here, turns % self.num_workers, self.num_workers)
                 turns += here
-                ends += np.where(here & started, hop, 0.0)
+                ends += np.where(here & started & ~stays, hop, 0.0)
                 started |= here
-                if table.plain and stage == table.fused:
+                if (table.plain or self.joined) and stage == table.fused:
                     ends[:] = ends.max(axis=0)  # the barrier
                 free_now = free[worker, rows]
                 slot_free = free_before[worker, rows] if self.weight_slots > 1 else free_now
@@ -413,10 +440,8 @@ class Evaluator:
                 start = np.maximum(free_now, weights)
                 slow = slowness[worker]
                 if self.joined and stage == table.fused:
-                    tail = self.joined * compute[stage] * slow
-                    ends[:] = np.maximum(ends.max(axis=0), start) + tail
-                    uploaded[worker, rows] = weights
-                    free_before[worker, rows] = free_now
+                    ends[:] = np.maximum(ends, start) + self.joined * compute[stage] * slow
+                    uploaded[worker, rows], free_before[worker, rows] = weights, free_now
                     free[worker, rows] = ends[0]
                     continue
                 np.maximum(ends[0], start + recompute[stage] * slow, out=ends[0])
@@ -425,8 +450,7 @@ class Evaluator:
                 np.maximum.accumulate(ends, axis=0, out=ends)
                 offsets += compute[stage] * slow
                 ends += offsets
-                uploaded[worker, rows] = weights
-                free_before[worker, rows] = free_now
+                uploaded[worker, rows], free_before[worker, rows] = weights, free_now
                 free[worker, rows] = np.where(here, ends[-1], -np.inf)
         result: Floats = free.max(axis=0) - before
         if self.host.goes_on:  # no step begins before the last but one has ended
@@ -438,6 +462,7 @@ class Evaluator:
         sizes = table.part_sums(self.profile, "parameter_bytes")
         sizes[:, : table.fused] *= self.forward_upload_seconds
         sizes[:, table.fused :] *= self.backward_upload_seconds
+        sizes[table.keeps, table.fused] = 0.0
         return np.ascontiguousarray(sizes.T)
 
     def _durations(self, table: PartitionTable) -> tuple[Floats, Floats]:
@@ -448,6 +473,7 @@ class Evaluator:
         again = [unit.seconds_to_recompute(self.recompute) for unit in units]
         recompute = table.unit_sums(prefix_sums(again))
         recompute[:, :fused] = 0.0
+        recompute[table.keeps, fused] = 0.0
         compute[rows, table.last] += head.backward_seconds
         if not table.plain:
             compute[:, fused] += forward[:, fused] + tail.forward_seconds + tail.backward_seconds

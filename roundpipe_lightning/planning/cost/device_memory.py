@@ -4,7 +4,7 @@ The planner's limits, the check whether a plan fits, and the strategy's check be
 anything all ask here. docs/planning.md (what fits) says what a device holds while it runs a stage.
 Beside that: of weights that are uploaded in fewer bits it holds one block's in 16. At the first
 stage that runs backward no gradient arrives; at a FUSED one, one that leaves takes the place of an
-input. Without a recompute the graphs of all its microbatches are there. A selective recompute
+input. Where graphs are kept, those of all microbatches of a round are there. A selective recompute
 has attention's outputs on their way. A backward pass needs what its blocks keep, and what one
 block's needs beside, with the logits where the tail segment runs. Workers that compute in the
 host's memory hold no weights; gradients of their stage's blocks come as what blocks keep goes.
@@ -136,15 +136,14 @@ class Footprint:
 
     def room(self, table: PartitionTable, *, config: PipelineConfig) -> Floats:
         """Return the memory of the smallest worker that runs each stage."""
-        hardware, columns = self.hardware, np.arange(table.start.shape[1])[None, :]
+        hardware = self.hardware
         rooms: Floats = np.full(table.start.shape, np.inf)
         if not hardware.unequal:
             return np.full_like(rooms, hardware.device_bytes)
         teams = config.teams(hardware.num_devices)
         least = np.array([min(hardware.workers[w].device_bytes for w in team) for team in teams])
-        first, count = table.first[:, None], (table.last - table.first + 1)[:, None]
         for index in range(min(config.num_rounds, len(teams))):
-            turn = columns - first + index * count
+            turn = table.turns + index * table.num_turns[:, None]
             rooms = np.minimum(rooms, least[turn % len(teams)])
         return rooms
 
@@ -229,10 +228,13 @@ class Footprint:
         working = self._working[table.start, table.stop]
         self._raise(working, table, "working_bytes", head_stages)
         kept = table.part_sums(self.profile, "activation_bytes")
-        if table.plain and config.recompute is RecomputePolicy.NONE:
-            return config.most_members(self.hardware.num_devices) * kept + working
         result = kept + working
         result[:, :fused] = forward[:, :fused]
+        if table.keeps.any():
+            graphs = config.most_members(self.hardware.num_devices)
+            both = slice(fused - 1, fused + 1)
+            most = graphs * kept[:, both] + working[:, both]
+            result[:, both] = np.where(table.keeps[:, None], most, result[:, both])
         return result
 
     def _raise(
@@ -255,12 +257,16 @@ class Footprint:
         sizes[:, : table.fused] *= _IN_FLIGHT
         if not table.plain:
             sizes[:, table.fused] = 0.0
+        sizes[table.keeps, table.fused - 1 : table.fused + 1] = 0.0
         return sizes
 
     def team_stages(self, layout: PipelineLayout, *, team: int) -> list[int]:
-        count = layout.partition.num_stages
+        count, stages = layout.partition.num_turns, layout.partition.num_stages
         turns = range(team, count * layout.num_rounds, self.num_teams(layout))
-        return [turn % count for turn in turns]
+        by_turn = [*range(stages)]
+        if layout.partition.keeps_graphs:
+            by_turn.pop(layout.partition.num_forward - 1)  # the next stage's turn is its, too
+        return [by_turn[turn % count] for turn in turns]
 
     def slots_of(
         self, table: PartitionTable, block: int, *, layout: PipelineLayout

@@ -107,13 +107,15 @@ class MemoryModel:
         footprint = self.footprint
         in_flight = min(layout.num_microbatches, _ROUNDS_IN_FLIGHT * layout.round_size)
         partition = layout.partition
-        kept = float(partition.num_backward * footprint.boundary_bytes)
+        again = [
+            stage
+            for stage in partition.stages()
+            if stage.kind is StageKind.BACKWARD and not stage.keeps_graph
+        ]
+        kept = float(len(again) * footprint.boundary_bytes)
         if layout.recompute is RecomputePolicy.SELECTIVE:
-            stages = (s for s in partition.stages() if s.kind is StageKind.BACKWARD)
-            blocks = (footprint.profile.blocks[index] for s in stages for index in s.blocks)
-            kept += sum(block.attention_bytes for block in blocks)
-        if layout.recompute is RecomputePolicy.NONE:
-            kept = 0.0
+            blocks = footprint.profile.blocks
+            kept += sum(blocks[b].attention_bytes for stage in again for b in stage.blocks)
         sizes: dict[MemoryKind, float] = dict(self._host_parameters)
         sizes[MemoryKind.BOUNDARIES] = in_flight * kept
         sizes[MemoryKind.GRADIENTS] = self._gradients(layout) + self._waiting_gradients(layout)

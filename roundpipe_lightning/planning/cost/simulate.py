@@ -90,7 +90,8 @@ class _TimedRun:
     those that the whole of an action, or what comes behind its recompute, waits for, each with how
     many microbatches of it: all of a batch at a barrier, else 1. An action runs forward for
     `forward_seconds` of its `seconds`, and this through `num_blocks` blocks, the first of which
-    needs `first_bytes` of what is uploaded. `landed` is when all of it was there.
+    needs `first_bytes` of what is uploaded. `landed` is when all of it was there. `shares_slot`:
+    its weights are in the slot of the run before.
     Where the tail segment runs once for `joined` microbatches, `joins` has what their actions wait
     for instead of `start`: stages and microbatches.
     """
@@ -105,6 +106,7 @@ class _TimedRun:
     forward_seconds: float
     seconds: float
     num_blocks: int
+    shares_slot: bool
     joined: int
     joins: dict[int, list[tuple[int, int]]]
     landed: float = 0.0
@@ -257,7 +259,9 @@ class Simulation:
     def _next_transfers(self, index: int) -> None:
         worker = self._workers[index]
         runs = worker.runs
-        last_upload = min(worker.run + self._weight_slots, len(runs))
+        following = runs[worker.run + 1 : worker.run + 2]
+        num_ahead = self._weight_slots + any(run.shares_slot for run in following)
+        last_upload = min(worker.run + num_ahead, len(runs))
         while not worker.uploading and worker.num_uploaded < last_upload:
             run = runs[worker.num_uploaded]
             is_begun = worker.num_begun > worker.num_uploaded
@@ -382,6 +386,7 @@ def _transfers(
                 forward_seconds=forward,
                 seconds=cost.seconds,
                 num_blocks=num_blocks,
+                shares_slot=run.stage.keeps_graph and kind is StageKind.BACKWARD,
                 joined=joined,
                 joins=joins,
             )

@@ -76,9 +76,11 @@ def _staying_bytes(footprint: Footprint, layout: PipelineLayout) -> float:
     made = [
         partition.num_readers(stage) * footprint.boundary_bytes
         + _attention_bytes(profile, stage.blocks, layout.recompute)
-        * (stage.kind is StageKind.FORWARD)
+        * (stage.kind is StageKind.FORWARD and not stage.keeps_graph)
         for stage in partition.stages()
     ]
+    if partition.keeps_graphs:
+        made.pop(partition.num_forward)  # it runs in the turn of the stage before
     teams, count = footprint.num_teams(layout), len(made)
     rounds = _ROUNDS_IN_FLIGHT if layout.goes_on or layout.num_batches > 1 else 1
     most = 0
@@ -150,8 +152,10 @@ def stage_bytes(
         inputs, outputs = min(partition.num_forward, 1), min(partition.num_backward, 1)
     else:
         # the first one's gradient, that of token losses, is small
-        inputs, outputs = 2 - stage.has_tail, int(not stage.has_head_backward)
-    attention = _attention_bytes(profile, stage.blocks, recompute)
+        inputs = 2 - stage.has_tail - stage.keeps_graph
+        outputs = int(not stage.has_head_backward)
+    kept = () if stage.keeps_graph else stage.blocks
+    attention = _attention_bytes(profile, kept, recompute)
     trains = stage.kind is not StageKind.FORWARD
     return StageRun(
         stage=stage,
@@ -217,6 +221,8 @@ def worker_stage_runs(
             # gradients may be wider
             weight_bytes += sum(min(part.trainable_bytes, part.parameter_bytes) for part in parts)
             fresh |= staying
+            if stage.keeps_graph and kind is StageKind.BACKWARD:
+                weight_bytes = 0  # they are there since the stage before
             runs.append(run_of(stage, tuple(group), weight_bytes))
         rows.append(runs)
     return rows

@@ -14,6 +14,8 @@ worker 1:            B0.0 B0.1 F0.2 F0.3                 B1.2 B1.3
 Unequal workers: stages of one worker each are as large as its speed asks for; within a team each
 member gets microbatches by its speed.
 
+Where the last FORWARD stage keeps its graphs, the first BACKWARD stage runs on the same workers.
+
 With teams of T, the workers 0..T-1 take the place of worker 0, T..2T-1 that of worker 1, and so on;
 microbatch j of a round goes to the team's member j mod T, where they are equal.
 
@@ -231,17 +233,11 @@ class Plan(PipelineLayout):
         """Refuse slots, policies and resident blocks that there cannot be."""
         if self.weight_slots not in (1, 2):
             raise PlanError(f"weight_slots={self.weight_slots} must be 1 or 2.")
-        if self.recompute is RecomputePolicy.NONE and self.plain:
-            if self.partition.num_stages > 2 or self.team_size < self.num_workers:
-                raise PlanError(
-                    f"recompute=none keeps the graphs of '{self.partition}' where they were made: "
-                    "give one FORWARD and one BACKWARD stage with all blocks, and set team_size to "
-                    f"num_workers={self.num_workers}, so that no microbatch changes its worker."
-                )
-        elif self.recompute is RecomputePolicy.NONE and self.partition.num_backward:
+        if self.recompute is RecomputePolicy.NONE and self.partition.recomputes:
             raise PlanError(
                 f"recompute=none, but '{self.partition}' has {self.partition.num_backward} "
-                "BACKWARD stages: the fused stage must have all blocks."
+                "BACKWARD stages: the fused stage must have all blocks, or the only FORWARD stage "
+                "keep its graphs."
             )
         if not any(self.resident):
             object.__setattr__(self, "resident", ())
@@ -371,6 +367,7 @@ def schedule_of(layout: PipelineLayout, *, num_workers: int) -> Schedule:
     first = turn = 0
     for size in split_rounds(layout.num_microbatches, round_size=layout.round_size):
         for stage in layout.partition.stages():
+            turn -= stage.keeps_graph and stage.kind is StageKind.BACKWARD
             team = teams[turn % len(teams)]
             turn += 1
             workers = _deal(layout, stage, round_size=size, team=team, work=work)
@@ -418,7 +415,7 @@ def turns_of_batch(plan: Plan) -> int:
     stays = plan.speeds or (len(set(plan.resident)) > 1 and plan.num_batches == 1)
     if stays or plan.schedule != schedule_of(plan, num_workers=plan.num_workers):
         return 0
-    num_turns = plan.partition.num_stages * plan.num_rounds
+    num_turns = plan.partition.num_turns * plan.num_rounds
     return num_turns * plan.team_size % plan.num_workers
 
 

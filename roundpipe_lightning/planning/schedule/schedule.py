@@ -15,7 +15,8 @@ F0 ──> F1 ──> .. ──> F(a-1) ══║══> B0 ══> B1 ══> .
 ```
 
 ║ is the barrier: the driver's own backward pass gives B0 its gradient, and it begins when F(a-1) of
-all microbatches of the batch have ended. In a fused step X0 takes the place of both:
+all microbatches of the batch have ended. Where F(a-1) keeps its graphs, B0 goes back on them on the
+same worker, and recomputes nothing. In a fused step X0 takes the place of both:
 
 ```
 F0 ──> F1 ──> .. ──> F(a-1) ──> X0 ══> B1 ══> B2 ══> ..
@@ -186,6 +187,8 @@ def stage_dependencies(
     source = partition.producer(stage.blocks.start)
     if index == 0:
         giver = StageDependency(StageKind.FORWARD, last, is_barrier=True)
+        if stage.keeps_graph:
+            return (giver,)
     else:
         before = partition.stages()[last + index]
         giver = StageDependency(before.kind, before.index)

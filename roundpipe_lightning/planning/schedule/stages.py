@@ -96,6 +96,8 @@ class Stage:
         blocks: Indices of the blocks, ascending; empty for a stage of the tail segment alone.
         has_tail: Whether the tail segment runs with it: forward in the last FORWARD stage, backward
             in the first BACKWARD stage, both ways in the FUSED stage.
+        keeps_graph: Whether it is the last FORWARD stage, which keeps the graphs of its
+            microbatches, or the first BACKWARD stage, which goes back on them.
         has_head_forward: Whether the head segment runs forward with it: it is the first stage.
         has_head_backward: Whether the head segment runs backward with it: it is the last stage.
     """
@@ -104,6 +106,7 @@ class Stage:
     index: int
     blocks: range
     has_tail: bool = False
+    keeps_graph: bool = False
     has_head_forward: bool = False
     has_head_backward: bool = False
 
@@ -127,6 +130,9 @@ class Partition:
             may be 0: the tail segment alone. It is the FUSED stage of a partition that is not
             plain.
         plain: Whether all microbatches of a batch go forward before the first one goes backward.
+        keeps_graphs: Whether the last FORWARD stage of a plain partition keeps its graphs for the
+            first BACKWARD stage, which has the same blocks and runs on the same workers, and
+            recomputes nothing.
         joined: Neighbouring microbatches that are pieces of one batch, whose tail segment runs
             once, in the FUSED stage of the first of them; 0: it runs for each. Not in the text.
 
@@ -138,6 +144,7 @@ class Partition:
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     plain: bool = False
+    keeps_graphs: bool = False
     joined: int = field(default=0, compare=False)  # from `PipelineConfig.joined`
 
     def __post_init__(self) -> None:
@@ -163,11 +170,18 @@ class Partition:
                 f"backward={self.backward} covers {sum(self.backward)}: sum(forward) must be "
                 f"{sum(self.backward) - fused}."
             )
+        if self.keeps_graphs and not (self.plain and self.forward[-1] == self.backward[0]):
+            raise PlanError(
+                f"'{self}' keeps graphs from the last FORWARD to the first BACKWARD stage, but "
+                "these have other blocks: give them as many."
+            )
 
     @classmethod
     def whole(cls, num_blocks: int, *, plain: bool = False) -> Partition:
         """Return the partition without a recompute: a stage has all blocks."""
-        return cls(forward=(num_blocks,) * plain, backward=(num_blocks,), plain=plain)
+        return cls(
+            forward=(num_blocks,) * plain, backward=(num_blocks,), plain=plain, keeps_graphs=plain
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -184,6 +198,16 @@ class Partition:
     @property
     def num_stages(self) -> int:
         return len(self.forward) + len(self.backward)
+
+    @property
+    def num_turns(self) -> int:
+        """How often a round goes on to the next team, wherever it begins."""
+        return self.num_stages - self.keeps_graphs
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any block runs forward twice."""
+        return self.num_backward > self.keeps_graphs
 
     def stages(self) -> tuple[Stage, ...]:
         """All stages in the order in which a microbatch passes them: F0.., (X0 or B0), B1.. ."""
@@ -220,7 +244,7 @@ class Partition:
         return Counter(
             self.producer(stage.blocks.start)
             for stage in self._stages
-            if stage.kind is StageKind.BACKWARD
+            if stage.kind is StageKind.BACKWARD and not stage.keeps_graph
         )
 
     @cached_property
@@ -236,22 +260,28 @@ class Partition:
             places.append((kind, index, range(stop - count, stop)))
             stop -= count
         middle = self.num_forward  # the place of the first stage that runs backward
+        with_tail = (middle - 1, middle) if self.plain else (middle,)
         return tuple(
             Stage(
                 kind=kind,
                 index=index,
                 blocks=blocks,
-                has_tail=number == middle or (self.plain and number == middle - 1),
+                has_tail=number in with_tail,
+                keeps_graph=self.keeps_graphs and number in with_tail,
                 has_head_forward=number == 0,
                 has_head_backward=number == len(places) - 1,
             )
             for number, (kind, index, blocks) in enumerate(places)
         )
 
-    def __str__(self) -> str:  # e.g. `forward 3 3 | backward 2 3 3`
+    def __str__(self) -> str:
+        """E.g. `forward 3 3 | backward 2 3 3`, or `plain forward 3 3 2 | backward =2 3 3`.
+
+        A sign of equality stands where graphs are kept.
+        """
         forward = " ".join(map(str, self.forward)) or "-"
-        text = f"forward {forward} | backward {' '.join(map(str, self.backward))}"
-        return f"plain {text}" if self.plain else text
+        backward = "=" * self.keeps_graphs + " ".join(map(str, self.backward))
+        return f"{'plain ' * self.plain}forward {forward} | backward {backward}"
 
     @classmethod
     def parse(cls, text: str) -> Partition:
@@ -263,11 +293,13 @@ class Partition:
             raise PlanError(f"{text!r} is not a partition; write 'forward 3 3 | backward 2 3 3'.")
         bar = words.index("|")
         forward, backward = words[1:bar], words[bar + 2 :]
+        keeps_graphs = "".join(backward).startswith("=")
         try:
             return cls(
                 forward=tuple(int(word) for word in forward if word != "-"),
-                backward=tuple(int(word) for word in backward),
+                backward=tuple(int(word) for word in " ".join(backward).removeprefix("=").split()),
                 plain=plain,
+                keeps_graphs=keeps_graphs,
             )
         except ValueError as error:
             raise PlanError(f"{text!r} is not a partition: {error}") from error

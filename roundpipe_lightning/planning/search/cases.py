@@ -257,10 +257,10 @@ class Case:
     def fits(self, table: PartitionTable) -> npt.NDArray[np.bool_]:
         """Return a mask of partitions that keep the devices' memory and the recompute policies."""
         fit = self.footprint.fits_each(table, config=self.config)
-        if self.profile.num_blocks and not self.config.plain:
+        if self.profile.num_blocks:
             policies = self.request.recompute
             fit &= np.where(
-                table.backward[:, 1:].any(axis=1),
+                table.backward[:, 1:].any(axis=1) | (table.plain & ~table.keeps),
                 policies != (RecomputePolicy.NONE,),
                 RecomputePolicy.NONE in policies,
             )
@@ -351,20 +351,16 @@ def find_cases(
     configs = pipeline_configs(hardware, request, num_batches=num_batches)
     profile = steps(request.microbatch_choices[0]).profile
     whole = request.hints.limited(StageLimits.none(profile.num_blocks))
-    hinted = request.hints.partitions(
+    asked = request.hints.partitions(
         profile.block_names, limits=whole, cuts=profile.cuts, plain=request.plain
     )
+    is_settled = bool(asked) or request.recompute == (RecomputePolicy.NONE,)
     cases: list[Case] = []
     largest: dict[PipelineConfig, StageLimits] = {}
     for config in configs:
         step = steps(config.batch_microbatches)
         footprint = step.footprint
-        asked = hinted
-        if request.plain and config.recompute is RecomputePolicy.NONE:
-            asked = (Partition.whole(profile.num_blocks, plain=True),)
-        if asked or request.recompute == (
-            RecomputePolicy.NONE,
-        ):  # limits do not say what memory the stages need
+        if is_settled:  # limits do not say what memory the stages need
             limits = joint = StageLimits.none(footprint.profile.num_blocks)
         else:
             widest = widest_limits(footprint, config=config)
@@ -436,7 +432,6 @@ def pipeline_configs(
         if team_size <= round_size <= count
         and (round_size == count or not (request.joined or request.plain))
         for policy in request.policies
-        if policy is not RecomputePolicy.NONE or team_size == num_workers
         for weight_slots in slots
     ]
     if not found:

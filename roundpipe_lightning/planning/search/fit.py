@@ -359,7 +359,11 @@ def improved_plan(
         "recompute": (plan.recompute,),
         "resident": job.hints.resident if plan.resident else 0,
     }
-    cuts: Any = {"forward": plan.partition.forward, "backward": plan.partition.backward}
+    cuts: Any = {
+        "forward": plan.partition.forward,
+        "backward": plan.partition.backward,
+        "keeps_graphs": plan.partition.keeps_graphs,
+    }
     hints = replace(job.hints, **fixed)
     asked = PartitionHints(**fixed, **cuts)
     try:

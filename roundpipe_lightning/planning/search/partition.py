@@ -107,14 +107,15 @@ def even_partitions(
 
     `count` is about how many numbers of BACKWARD stages there are to choose from.
     """
-    if plain:
-        return _even_plain_partitions(profile, limits=limits, count=count)
-    found = []
+    found = [*_even_plain_partitions(profile, limits=limits, count=count)] if plain else []
     last_call = sum(call_lengths(profile.num_blocks, profile.cuts)[-1:])
-    for fused in _spread(0, min(limits.fused, last_call), count=min(count, 4)):
+    most_fused = min(limits.fused, last_call)
+    if plain:
+        most_fused = min(most_fused, limits.forward)
+    for fused in _spread(0, most_fused, count=min(count, 4)):
         blocks = profile.blocks[: profile.num_blocks - fused]
         if not blocks:
-            found.append(Partition(forward=(), backward=(fused,)))
+            found.append(_turning((), (fused,), plain=plain))
             continue
         forward_seconds = [block.forward_seconds for block in blocks]
         backward_seconds = [
@@ -130,38 +131,45 @@ def even_partitions(
             for extra in (0, 1, 3):
                 num_forward = min(len(blocks), max(fewest, 1, round(num_backward * share) + extra))
                 forward = _balanced(forward_seconds, num_forward, limits.forward, cuts=cuts)
-                found.append(Partition(forward=forward, backward=(fused, *backward)))
+                found.append(_turning(forward, (fused, *backward), plain=plain))
     return tuple(dict.fromkeys(found))
+
+
+def _turning(forward: tuple[int, ...], backward: tuple[int, ...], *, plain: bool) -> Partition:
+    """Return the partition that turns round in `backward[0]` without a recompute."""
+    if plain:
+        forward = (*forward, backward[0])
+    return Partition(forward=forward, backward=backward, plain=plain, keeps_graphs=plain)
 
 
 def _even_plain_partitions(
     profile: ModelProfile, *, limits: StageLimits, count: int
 ) -> tuple[Partition, ...]:
     """Balance both passes with the tail segment as one unit more."""
-    found = []
+    found, num_blocks, cuts = [], profile.num_blocks, profile.cuts
     forward_seconds = [unit.forward_seconds for unit in profile.units]
     backward_seconds = [unit.recompute_seconds + unit.backward_seconds for unit in profile.units]
     share = sum(forward_seconds) / (sum(backward_seconds) or 1.0)
-    calls, cuts = call_lengths(profile.num_blocks, profile.cuts), profile.cuts
-    fewest, most = _fewest(calls, limits.forward), max(profile.num_blocks, 1)
+    calls, most = call_lengths(num_blocks, cuts), max(num_blocks, 1)
+    fewest = _fewest(calls, limits.forward)
     for num_backward in _spread(_fewest(calls, limits.backward), most, count=2 * count):
-        backward = _balanced_units(backward_seconds, num_backward, limits.backward, cuts=cuts)
+        parts = balanced_cuts(backward_seconds, num_parts=max(num_backward, 1), cuts=cuts)
+        first = min(parts[-1] - 1, limits.fused)
+        rest = num_blocks - first
+        others = _balanced(
+            backward_seconds[:rest][::-1],
+            max(num_backward - 1, _fewest(call_lengths(rest, cuts), limits.backward)),
+            limits.backward,
+            cuts=reversed_cuts(rest, cuts),
+        )
         for extra in (0, 1, 3):
             num_forward = min(most, max(fewest, 1, round(num_backward * share) + extra))
-            forward = _balanced_units(forward_seconds, num_forward, limits.forward, cuts=cuts)
-            found.append(Partition(forward=forward, backward=backward[::-1], plain=True))
+            *ahead, last = balanced_cuts(forward_seconds, num_parts=num_forward, cuts=cuts)
+            forward = (*ahead, last - 1)
+            if max(forward) > limits.forward:
+                forward = balanced_cuts([1.0] * num_blocks, num_parts=num_forward, cuts=cuts)
+            found.append(Partition(forward=forward, backward=(first, *others), plain=True))
     return tuple(dict.fromkeys(found))
-
-
-def _balanced_units(
-    weights: Sequence[float], num_parts: int, limit: int, *, cuts: Sequence[int]
-) -> tuple[int, ...]:
-    """Balance the weights of blocks and tail segment; return the blocks of every part."""
-    *others, last = balanced_cuts(weights, num_parts=max(num_parts, 1), cuts=cuts)
-    counts = (*others, last - 1)
-    if max(counts) > limit:
-        counts = balanced_cuts([1.0] * (len(weights) - 1), num_parts=num_parts, cuts=cuts)
-    return counts
 
 
 def _fewest(calls: Sequence[int], limit: int) -> int:
@@ -173,7 +181,7 @@ def _balanced(
 ) -> tuple[int, ...]:
     """Balance by weight; by number of blocks where that would break the limit."""
     counts = balanced_cuts(weights, num_parts=num_parts, cuts=cuts)
-    if max(counts) > limit:
+    if max(counts, default=0) > limit:
         counts = balanced_cuts([1.0] * len(weights), num_parts=num_parts, cuts=cuts)
     return counts
 
@@ -296,7 +304,10 @@ class PartitionSearch:
     def _child(self, parents: Sequence[Partition], *, in_order: bool) -> Partition:
         random = self._random
         parent = parents[int(len(parents) * random.random() ** 2)]
+        turns = parent.keeps_graphs or not parent.plain
         forward, (fused, *backward) = [*parent.forward], parent.backward
+        if parent.keeps_graphs:
+            forward.pop()
         other = random.choice(parents).backward
         if random.random() < 0.2 and other[0] == fused:
             backward = [*other[1:]]
@@ -305,18 +316,17 @@ class PartitionSearch:
             if backward if change > 0 else fused:
                 fused += change
                 forward, backward = forward or [0], backward or [0]
-                forward[-1] -= change * (not parent.plain)
+                forward[-1] -= change * turns
                 backward[0] -= change
         for _ in range(random.choice((1, 1, 2, 3, 4))):
             _vary(random.choice((forward, backward)), random)
         if in_order:
             forward.sort()
             backward.sort(reverse=True)
-        return Partition(
-            forward=tuple(filter(None, forward)) or (0,) * parent.plain,
-            backward=(fused, *filter(None, backward)),
-            plain=parent.plain,
-        )
+        ahead, back = tuple(filter(None, forward)), (fused, *filter(None, backward))
+        if turns:
+            return _turning(ahead, back, plain=parent.plain)
+        return Partition(forward=ahead or (0,), backward=back, plain=True)
 
 
 def _vary(counts: list[int], random: Random) -> None:

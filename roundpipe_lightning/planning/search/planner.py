@@ -140,7 +140,7 @@ def _planned(steps: Steps, *, request: PlanningRequest, admits: Admits | None) -
 
 
 def _plan(case: Case, layout: PipelineLayout) -> Plan:
-    if not layout.plain and not layout.partition.num_backward and layout.partition.num_blocks:
+    if not layout.partition.recomputes and layout.partition.num_blocks:
         layout = replace(layout, recompute=RecomputePolicy.NONE)
     return Plan(
         model=case.profile.fingerprint,

@@ -70,6 +70,7 @@ class PartitionHints:
         weight_slots: Stages whose weights a device holds at once, 1 or 2.
         resident: Blocks that stay on every device.
         like_teams: As of `PipelineConfig`; of a plan that is kept.
+        keeps_graphs: As of `Partition`; of a plan that is kept.
     """
 
     forward: tuple[int, ...] | None = None
@@ -83,6 +84,7 @@ class PartitionHints:
     weight_slots: int | None = None
     resident: int | None = None
     like_teams: bool | None = None
+    keeps_graphs: bool | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -180,6 +182,7 @@ class PartitionHints:
             recompute=None if plan.recompute is RecomputePolicy.FULL else (plan.recompute,),
             weight_slots=plan.weight_slots,
             like_teams=plan.like_teams,
+            keeps_graphs=plan.partition.keeps_graphs,
         )
 
     def keys_given(self) -> list[str]:
@@ -265,8 +268,13 @@ class PartitionHints:
             back = even_cuts(rest, most=limits.backward, cuts=reversed_cuts(rest, inside))
             firsts = ((0,), ()) if plain else ((fixed,),)
             backward = [(*first, *counts) for counts in back for first in firsts]
+        keeps = (self.keeps_graphs,) if self.keeps_graphs is not None else (False, True)
         found = tuple(
-            Partition(forward=f, backward=b, plain=plain) for f in forward for b in backward
+            Partition(forward=f, backward=b, plain=plain, keeps_graphs=kept)
+            for f in forward
+            for b in backward
+            for kept in keeps
+            if not kept or (plain and f[-1:] == b[:1])
         )
         for partition in found:
             check_partition(partition, cuts=cuts, block_names=block_names, what="partition hints")
@@ -317,9 +325,6 @@ class PlanningRequest:
 
     @property
     def policies(self) -> tuple[RecomputePolicy, ...]:
-        """Policies that are cases of their own."""
-        if self.plain:
-            return self.recompute
         some = tuple(each for each in self.recompute if each is not RecomputePolicy.NONE)
         return some or (RecomputePolicy.FULL,)
 
@@ -332,8 +337,8 @@ class PlanningRequest:
 
     def allows(self, partition: Partition) -> bool:
         """Return whether a partition has BACKWARD stages, or none, as the policies want."""
-        if partition.num_blocks == 0 or partition.plain:
+        if partition.num_blocks == 0:
             return True
-        if partition.num_backward == 0:
+        if not partition.recomputes:
             return RecomputePolicy.NONE in self.recompute
         return self.recompute != (RecomputePolicy.NONE,)
