@@ -81,6 +81,36 @@ def test_a_device_is_counted_at_the_stage_that_needs_the_most() -> None:
     assert need.total_bytes == sum(size for _, size in need.num_bytes)
 
 
+def test_stages_of_a_plain_step_are_counted_with_the_tail() -> None:
+    plain = Partition(forward=(2, 2), backward=(1, 2, 1), plain=True)
+    layout = PipelineLayout(partition=plain, num_microbatches=4, round_size=4)
+    model = memory()
+    sizes = model.footprint.stage_bytes(layout)
+    # F0 and B0 and B2 on one worker, F1 and B1 on the other
+    weights = [24_000 + 16_000, 26_000 + 20_000, 16_000 + 14_000, 20_000, 14_000]
+    assert sizes[MemoryKind.WEIGHTS].tolist() == weights
+    assert sizes[MemoryKind.GRADIENTS].tolist() == [0, 0, 16_000, 20_000, 14_000 + 16_000]
+    activations = [2_000, 2_000, 10_000 + 3_000, 10_000 + 3_000, 10_000 + 3_000]
+    assert sizes[MemoryKind.ACTIVATIONS].tolist() == activations
+    assert sizes[MemoryKind.BOUNDARIES].tolist() == [1200, 1200, 1000, 1200, 1200]
+    assert model.report(layout).host.of(MemoryKind.BOUNDARIES) == 4 * 3 * 200
+
+
+def test_kept_graphs_are_counted_for_every_microbatch_of_a_worker() -> None:
+    kept = Partition(forward=(3, 1), backward=(1, 3), plain=True, keeps_graphs=True)
+    layout = PipelineLayout(partition=kept, num_microbatches=4, round_size=4)
+    model = memory()
+    sizes = model.footprint.stage_bytes(layout)
+    assert sizes[MemoryKind.ACTIVATIONS].tolist() == [2_000, 43_000, 43_000, 23_000]
+    # F1 and B0, in a row on one worker, have the same weights; F0 and B1 are on the other
+    assert sizes[MemoryKind.WEIGHTS].tolist() == [34_000 + 34_000, 16_000, 16_000, 34_000]
+    team = replace(layout, team_size=2)
+    sizes = model.footprint.stage_bytes(team)
+    assert sizes[MemoryKind.ACTIVATIONS].tolist() == [2_000, 23_000, 23_000, 23_000]
+    assert sizes[MemoryKind.WEIGHTS].tolist() == [50_000, 50_000, 50_000, 34_000]
+    assert model.report(layout).host.of(MemoryKind.BOUNDARIES) == 4 * 1 * 200
+
+
 def test_the_next_round_is_uploaded_only_where_there_is_one() -> None:
     last = Partition(forward=(1, 1, 1, 1), backward=(0, 1, 1, 1, 1))
     one = PipelineLayout(partition=last, num_microbatches=4, round_size=4)

@@ -196,6 +196,25 @@ worker 1: F1.0 F1.1 B1.0 B1.1
         replace(PLAIN, keeps_graphs=True)
 
 
+def test_all_workers_may_share_the_backward_stages() -> None:
+    plan = replace(
+        round_robin_plan(PLAIN, num_workers=2, num_microbatches=3, round_size=3),
+        shares_backward=True,
+        schedule=Schedule(workers=()),
+    )
+    assert (
+        plan.schedule.to_text()
+        == """\
+worker 0: F0.0 F0.1 F0.2 B0.0 B0.2 B1.0 B1.2 B2.0 B2.2
+worker 1: F1.0 F1.1 F1.2 B0.1 B1.1 B2.1
+"""
+    )
+    assert turns_of_batch(plan) == 0
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(PlanError, match=r"shares_backward, but 'forward 2 2 . backward 1 2 2'"):
+        replace(plan, partition=PARTITION, schedule=Schedule(workers=()))
+
+
 def test_a_row_out_of_order_is_refused() -> None:
     with pytest.raises(PlanError, match="Expected a line 'worker 0"):
         Schedule.from_text("worker 1: F0.0")

@@ -50,7 +50,10 @@ QUICK = Effort(num_actions=100_000)
 def simulated(evaluator: Evaluator, partition: Partition) -> float:
     count, size = sum(evaluator.rounds), evaluator.rounds[0]
     layout = PipelineConfig(
-        num_microbatches=count, round_size=size, joined=evaluator.joined > 0
+        num_microbatches=count,
+        round_size=size,
+        joined=evaluator.joined > 0,
+        shares_backward=evaluator.shares_backward,
     ).with_stages(partition)
     costs = stage_costs(
         evaluator.profile,
@@ -71,11 +74,11 @@ def random_counts(data: st.DataObject, total: int) -> tuple[int, ...]:
 
 
 def random_partition(profile: ModelProfile, kind: str, data: st.DataObject) -> Partition:
-    """Draw a partition of a kind: `fused`, `joined`, `plain`, or `kept`, plain with kept graphs."""
+    """Draw a partition: `fused`, `joined`, `plain`, `shared`, or `kept`, plain with kept graphs."""
     fused = 0 if kind == "joined" else data.draw(st.integers(0, profile.num_blocks))
     rest = profile.num_blocks - fused
     backward = (fused, *random_counts(data, rest))
-    if kind == "plain":
+    if kind in ("plain", "shared"):
         forward = random_counts(data, profile.num_blocks)
         forward = (*forward, 0) if data.draw(st.booleans()) or not forward else forward
         return Partition(forward=forward, backward=backward, plain=True)
@@ -90,6 +93,7 @@ def random_partition(profile: ModelProfile, kind: str, data: st.DataObject) -> P
         *(((1,), kind) for kind in ("fused", "plain", "kept")),
         *(((4,), kind) for kind in ("fused", "joined", "plain", "kept")),
         *(((3, 3), kind) for kind in ("fused", "plain", "kept")),
+        *(((size,), "shared") for size in (12, 24)),
         ((4, 2), "fused"),
     ],
 )
@@ -116,6 +120,7 @@ def test_evaluator_agrees_with_the_simulator(
         hop_seconds=0.25,
         recompute_start=recompute_start,
         joined=rounds[0] if kind == "joined" else 0,
+        shares_backward=kind == "shared",
     )
     partitions = [random_partition(profile, kind, data) for _ in range(3)]
     table = PartitionTable.of(partitions)

@@ -299,7 +299,7 @@ class PartitionTable:
             sizes[:, self.fused] += getattr(profile.tail, size)
         return sizes
 
-    def neighbours(self, distance: int, *, goes_on: bool) -> Counts:
+    def neighbours(self, distance: int, *, goes_on: bool, shares_backward: bool = False) -> Counts:
         """Return the column of the stage so many places on; -1 where none is.
 
         The last stages of a round are followed by the first ones of the next, if there is one. A
@@ -307,6 +307,10 @@ class PartitionTable:
         """
         count = self.num_turns[:, None]
         turn = self.turns + distance
+        if shares_backward:
+            first = self.fused - self.first[:, None]  # turn of the first BACKWARD stage
+            behind = self.turns + np.sign(distance)
+            turn = np.where(self.turns < first, np.minimum(turn, first), behind)
         if goes_on:
             turn = turn % count
             is_other = distance % count != 0
@@ -332,6 +336,16 @@ class PartitionTable:
         return found
 
 
+def _pass_stage(ends: Floats, start: Floats, *, recompute: Floats, compute: Floats) -> None:
+    """Turn arrivals at a stage, by microbatch and partition, into ends of its actions."""
+    np.maximum(ends[0], start + recompute, out=ends[0])
+    offsets = np.arange(len(ends), dtype=np.float64)[:, None] * (recompute + compute)
+    ends -= offsets
+    np.maximum.accumulate(ends, axis=0, out=ends)
+    offsets += compute
+    ends += offsets
+
+
 _CHUNK = 512  # partitions evaluated together: as many as keep the arrays in the cache
 
 
@@ -350,6 +364,7 @@ class Evaluator:
         team_size: Pipelines beside each other.
         speeds: Of the workers, where they are unequal. Empty: 1.
         joined: Microbatches of the batch whose tail segment runs once, as in `Partition`; 0: none.
+        shares_backward: As in `PipelineConfig`.
         pipeline_share: Part of the pipeline that a step is longer by, because transfers and the
             pipeline hinder each other; of steps that the host limits the quicker pipeline is best.
     """
@@ -368,6 +383,7 @@ class Evaluator:
     speeds: tuple[float, ...] = ()
     pipeline_share: float = 0.0
     joined: int = 0
+    shares_backward: bool = False
 
     @property
     def bound(self) -> Evaluator:
@@ -385,14 +401,17 @@ class Evaluator:
         same = self.num_workers % count == 0
         runs = np.where(same, np.minimum(rounds, self.num_workers // count), rounds)
         runs = self.team_size * runs
+        runs_back = self.team_size * self.num_workers * rounds if self.shares_backward else runs
         first = np.maximum((table.stop - table.start)[rows, table.first], 1)
         edges = host.first_upload * sizes[rows, table.first] / first
         edges += host.last_download * gradients[rows, table.last - table.fused]
         pipeline = self.makespans(table)
         step = host.step_seconds(
             pipeline,
-            uploaded=runs * (sizes.sum(axis=1) - table.keeps * sizes[:, table.fused]),
-            downloaded=runs * gradients.sum(axis=1),
+            uploaded=runs * sizes[:, : table.fused].sum(axis=1)
+            + runs_back
+            * (sizes[:, table.fused :].sum(axis=1) - table.keeps * sizes[:, table.fused]),
+            downloaded=runs_back * gradients.sum(axis=1),
             edges=edges,
         )
         result: Floats = step + self.pipeline_share * pipeline
@@ -410,9 +429,9 @@ class Evaluator:
         present = table.is_stage.T
         period, rows = recompute + compute, np.arange(len(table))
         # Worker `num_workers` is a dummy that is always free: absent stages run there, in no time.
-        free = np.zeros((self.num_workers + 1, len(table)))
-        free[-1] = -np.inf
-        free_before, uploaded = free.copy(), free.copy()
+        state = np.zeros((3, self.num_workers + 1, len(table)))
+        state[:, -1] = -np.inf
+        free, free_before, uploaded = state
         turns = np.zeros(len(table), dtype=np.int64)
         hop = self.hop_seconds if self.num_workers > 1 else 0.0
         before, once = upload[table.first, rows], np.zeros(len(table))
@@ -420,19 +439,23 @@ class Evaluator:
         for index, round_size in enumerate(rounds * (2 if self.host.goes_on else 1)):
             if index == len(rounds):
                 once, before = free.max(axis=0) - before, free.max(axis=0)
-            places = np.arange(round_size, dtype=np.float64)[:, None]
             ends = np.zeros((round_size, len(table)))
-            started = np.zeros(len(table), dtype=bool)
+            started, share = np.zeros(len(table), dtype=bool), -(-round_size // self.num_workers)
             for stage in range(len(compute)):
                 here = present[stage]
                 stays = table.keeps & (stage == table.fused)
                 turns -= stays
+                is_shared = self.shares_backward and stage >= table.fused
                 worker = np.where(here, turns % self.num_workers, self.num_workers)
-                turns += here
-                ends += np.where(here & started & ~stays, hop, 0.0)
+                turns += here & (not is_shared)
+                hops = here & started & ~stays & (not is_shared or stage == table.fused)
+                ends += np.where(hops, hop, 0.0)
                 started |= here
                 if (table.plain or self.joined) and stage == table.fused:
                     ends[:] = ends.max(axis=0)  # the barrier
+                if is_shared and stage == table.fused:
+                    state[:, :-1] = state[:, :-1].max(axis=1, keepdims=True)
+                    ends = ends[:share]
                 free_now = free[worker, rows]
                 slot_free = free_before[worker, rows] if self.weight_slots > 1 else free_now
                 weights = np.maximum(uploaded[worker, rows], slot_free)
@@ -444,14 +467,13 @@ class Evaluator:
                     uploaded[worker, rows], free_before[worker, rows] = weights, free_now
                     free[worker, rows] = ends[0]
                     continue
-                np.maximum(ends[0], start + recompute[stage] * slow, out=ends[0])
-                offsets = places * (period[stage] * slow)
-                ends -= offsets
-                np.maximum.accumulate(ends, axis=0, out=ends)
-                offsets += compute[stage] * slow
-                ends += offsets
+                _pass_stage(
+                    ends, start, recompute=recompute[stage] * slow, compute=compute[stage] * slow
+                )
                 uploaded[worker, rows], free_before[worker, rows] = weights, free_now
                 free[worker, rows] = np.where(here, ends[-1], -np.inf)
+            if self.shares_backward:
+                state[:, :-1] = state[:, turns % self.num_workers, rows][:, None]
         result: Floats = free.max(axis=0) - before
         if self.host.goes_on:  # no step begins before the last but one has ended
             busy = sum(rounds) * period.sum(axis=0) / sum(speeds)

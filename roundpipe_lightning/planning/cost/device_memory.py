@@ -22,7 +22,11 @@ import numpy.typing as npt
 from roundpipe_lightning.planning.cost.costs import Counts, Floats, PartitionTable
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import ModelProfile
-from roundpipe_lightning.planning.schedule.plan import PipelineConfig, PipelineLayout
+from roundpipe_lightning.planning.schedule.plan import (
+    PipelineConfig,
+    PipelineLayout,
+    stage_turns,
+)
 from roundpipe_lightning.planning.schedule.stages import RecomputePolicy, Stage
 
 _GIB = 2**30
@@ -206,10 +210,11 @@ class Footprint:
             return {**sizes, MemoryKind.GRADIENTS: gradients}
         weights = table.part_sums(self.profile, "parameter_bytes")
         slots = weights
+        travel = {"goes_on": config.goes_on, "shares_backward": config.shares_backward}
         if config.weight_slots > 1:
-            after = table.neighbours(teams, goes_on=config.goes_on)
+            after = table.neighbours(teams, **travel)
             slots = weights + _at(weights, after)
-        before = table.neighbours(-teams, goes_on=config.goes_on)
+        before = table.neighbours(-teams, **travel)
         sizes[MemoryKind.WEIGHTS] = slots + self._expanded_bytes(table)
         sizes[MemoryKind.GRADIENTS] = gradients + _at(gradients, before)
         sizes[MemoryKind.RESERVED] = self._reserved * ones
@@ -261,12 +266,12 @@ class Footprint:
         return sizes
 
     def team_stages(self, layout: PipelineLayout, *, team: int) -> list[int]:
-        count, stages = layout.partition.num_turns, layout.partition.num_stages
-        turns = range(team, count * layout.num_rounds, self.num_teams(layout))
-        by_turn = [*range(stages)]
-        if layout.partition.keeps_graphs:
-            by_turn.pop(layout.partition.num_forward - 1)  # the next stage's turn is its, too
-        return [by_turn[turn % count] for turn in turns]
+        places = {stage: place for place, stage in enumerate(layout.partition.stages())}
+        return [
+            places[stage]
+            for _, stage, turn in stage_turns(layout, num_rounds=layout.num_rounds)
+            if turn is None or turn % self.num_teams(layout) == team
+        ]
 
     def slots_of(
         self, table: PartitionTable, block: int, *, layout: PipelineLayout
@@ -274,7 +279,11 @@ class Footprint:
         """Say at which of a layout's stages a block lies in a slot for weights."""
         has: npt.NDArray[np.bool_] = ((table.start <= block) & (block < table.stop))[0]
         if layout.weight_slots > 1:
-            after = table.neighbours(self.num_teams(layout), goes_on=layout.goes_on)[0]
+            after = table.neighbours(
+                self.num_teams(layout),
+                goes_on=layout.goes_on,
+                shares_backward=layout.shares_backward,
+            )[0]
             has = has | ((after >= 0) & has[after])
         return has
 

@@ -27,7 +27,7 @@ from roundpipe_lightning.planning.cost.costs import BoundaryRoute
 from roundpipe_lightning.planning.cost.device_memory import Footprint
 from roundpipe_lightning.planning.model.hardware import HardwareSpec
 from roundpipe_lightning.planning.model.profile import BlockProfile, ModelProfile
-from roundpipe_lightning.planning.schedule.plan import PipelineLayout
+from roundpipe_lightning.planning.schedule.plan import PipelineLayout, stage_turns
 from roundpipe_lightning.planning.schedule.schedule import (
     Action,
     ActionKey,
@@ -73,23 +73,21 @@ def hop_seconds(hardware: HardwareSpec, num_bytes: float, *, route: BoundaryRout
 def _staying_bytes(footprint: Footprint, layout: PipelineLayout) -> float:
     """Return what stays on the worker that keeps the most, of the rounds that are in flight."""
     partition, profile = layout.partition, footprint.profile
-    made = [
-        partition.num_readers(stage) * footprint.boundary_bytes
+    made = {
+        stage: partition.num_readers(stage) * footprint.boundary_bytes
         + _attention_bytes(profile, stage.blocks, layout.recompute)
         * (stage.kind is StageKind.FORWARD and not stage.keeps_graph)
         for stage in partition.stages()
-    ]
-    if partition.keeps_graphs:
-        made.pop(partition.num_forward)  # it runs in the turn of the stage before
-    teams, count = footprint.num_teams(layout), len(made)
+    }
+    teams = footprint.num_teams(layout)
     rounds = _ROUNDS_IN_FLIGHT if layout.goes_on or layout.num_batches > 1 else 1
-    most = 0
-    for first in range(min(teams, layout.num_rounds)):
-        kept = [0] * teams
-        for turn in range(first * count, (first + rounds) * count):
-            kept[turn % teams] += made[turn % count]
-        most = max(most, *kept)
-    return layout.most_members(footprint.hardware.num_devices) * most
+    firsts = range(min(teams, layout.num_rounds))
+    kept = {(first, team): 0 for first in firsts for team in range(teams)}
+    for index, stage, turn in stage_turns(layout, num_rounds=len(firsts) + rounds - 1):
+        for first in firsts:
+            if first <= index < first + rounds:
+                kept[first, (turn or 0) % teams] += made[stage]
+    return layout.most_members(footprint.hardware.num_devices) * max(kept.values())
 
 
 def _attention_bytes(

@@ -57,7 +57,7 @@ FORMAT_VERSION = 3
 _ROUND_THE_WORKERS = Schedule(workers=())
 
 _COUNTS = ("num_workers", "num_microbatches", "team_size", "round_size")
-_CHOICES = ("joined", "like_teams")
+_CHOICES = ("joined", "shares_backward", "like_teams")
 
 _BACKWARD_WORK = 3  # times that of a forward pass: a recompute, and twice the work of one
 
@@ -79,6 +79,9 @@ class PipelineConfig:
             once (`microbatching="blocks"`).
         plain: Whether all microbatches of a round, which is a batch, go forward before the first
             one goes backward; of a layout, as its partition says.
+        shares_backward: Whether all workers run each BACKWARD stage of a plain step, as if they
+            were one team. Their weights are uploaded to every worker, and no worker waits for
+            another one behind the barrier.
         like_teams: Whether the members of a team are as fast as each other, rather than the workers
             of a pipeline, so that pipelines get as many microbatches and stages follow speed.
     """
@@ -92,6 +95,7 @@ class PipelineConfig:
     speeds: tuple[float, ...] = ()
     joined: bool = False
     plain: bool = False
+    shares_backward: bool = False
     like_teams: bool = False
 
     @property
@@ -239,6 +243,11 @@ class Plan(PipelineLayout):
                 "BACKWARD stages: the fused stage must have all blocks, or the only FORWARD stage "
                 "keep its graphs."
             )
+        if self.shares_backward and (not self.plain or self.partition.keeps_graphs):
+            raise PlanError(
+                f"shares_backward, but '{self.partition}' turns round on the workers of a team: "
+                "leave it out, or give a plain partition that keeps no graphs."
+            )
         if not any(self.resident):
             object.__setattr__(self, "resident", ())
         if self.resident and len(self.resident) != self.num_workers:
@@ -364,20 +373,35 @@ def schedule_of(layout: PipelineLayout, *, num_workers: int) -> Schedule:
     teams = layout.teams(num_workers)
     rows: list[list[Action]] = [[] for _ in range(num_workers)]
     work = [0.0] * num_workers  # of each worker so far
-    first = turn = 0
-    for size in split_rounds(layout.num_microbatches, round_size=layout.round_size):
-        for stage in layout.partition.stages():
-            turn -= stage.keeps_graph and stage.kind is StageKind.BACKWARD
-            team = teams[turn % len(teams)]
-            turn += 1
-            workers = _deal(layout, stage, round_size=size, team=team, work=work)
-            for microbatch, worker in enumerate(workers, start=first):
-                action = Action(
-                    kind=stage.kind, stage=stage.index, microbatch=microbatch, worker=worker
-                )
-                rows[worker].append(action)
-        first += size
+    sizes = split_rounds(layout.num_microbatches, round_size=layout.round_size)
+    for index, stage, turn in stage_turns(layout, num_rounds=len(sizes)):
+        team = range(num_workers) if turn is None else teams[turn % len(teams)]
+        workers = _deal(layout, stage, round_size=sizes[index], team=team, work=work)
+        for microbatch, worker in enumerate(workers, start=index * layout.round_size):
+            action = Action(
+                kind=stage.kind, stage=stage.index, microbatch=microbatch, worker=worker
+            )
+            rows[worker].append(action)
     return Schedule(workers=tuple(map(tuple, rows)))
+
+
+def stage_turns(
+    layout: PipelineLayout, *, num_rounds: int
+) -> Iterator[tuple[int, Stage, int | None]]:
+    """Yield each round's number and stages, with the turn of the team that runs them.
+
+    Turns go round the teams; None: all workers run the stage.
+    """
+    turn = 0
+    for index in range(num_rounds):
+        for stage in layout.partition.stages():
+            is_backward = stage.kind is StageKind.BACKWARD
+            if is_backward and layout.shares_backward:
+                yield index, stage, None
+                continue
+            turn -= is_backward and stage.keeps_graph
+            yield index, stage, turn
+            turn += 1
 
 
 def _deal(
@@ -415,8 +439,10 @@ def turns_of_batch(plan: Plan) -> int:
     stays = plan.speeds or (len(set(plan.resident)) > 1 and plan.num_batches == 1)
     if stays or plan.schedule != schedule_of(plan, num_workers=plan.num_workers):
         return 0
-    num_turns = plan.partition.num_turns * plan.num_rounds
-    return num_turns * plan.team_size % plan.num_workers
+    *_, last = (
+        turn for *_, turn in stage_turns(plan, num_rounds=plan.num_rounds) if turn is not None
+    )
+    return (last + 1) * plan.team_size % plan.num_workers
 
 
 def rotated(plan: Plan, num_workers: int) -> Plan:

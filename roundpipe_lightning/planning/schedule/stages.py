@@ -200,11 +200,6 @@ class Partition:
         return len(self.forward) + len(self.backward)
 
     @property
-    def num_turns(self) -> int:
-        """How often a round goes on to the next team, wherever it begins."""
-        return self.num_stages - self.keeps_graphs
-
-    @property
     def recomputes(self) -> bool:
         """Whether any block runs forward twice."""
         return self.num_backward > self.keeps_graphs

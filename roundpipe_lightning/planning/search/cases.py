@@ -257,6 +257,8 @@ class Case:
     def fits(self, table: PartitionTable) -> npt.NDArray[np.bool_]:
         """Return a mask of partitions that keep the devices' memory and the recompute policies."""
         fit = self.footprint.fits_each(table, config=self.config)
+        if self.config.shares_backward:
+            fit &= ~table.keeps
         if self.profile.num_blocks:
             policies = self.request.recompute
             fit &= np.where(
@@ -324,6 +326,7 @@ class Case:
             speeds=tuple(exact * speed for speed in speeds),
             pipeline_share=_PIPELINE_SHARE,
             joined=config.round_size if config.joined else 0,
+            shares_backward=config.shares_backward,
         )
 
     def search(self, effort: Effort) -> PartitionSearch:
@@ -413,6 +416,9 @@ def pipeline_configs(
     if hints.team_size is not None:
         teams = (hints.team_size,)
     like: Sequence[bool] = (False, True) if hints.like_teams is None else (hints.like_teams,)
+    shares = (hints.shares_backward,) if hints.shares_backward is not None else (False, True)
+    if not request.plain or request.speeds or num_batches > 1:
+        shares = (False,)
     found = [
         PipelineConfig(
             num_microbatches=count * num_batches,
@@ -424,6 +430,7 @@ def pipeline_configs(
             speeds=request.speeds,
             joined=request.joined,
             plain=request.plain,
+            shares_backward=shares_backward,
             like_teams=like_teams,
         )
         for team_size in teams
@@ -431,6 +438,8 @@ def pipeline_configs(
         for count, round_size in _rounds(num_workers, request)
         if team_size <= round_size <= count
         and (round_size == count or not (request.joined or request.plain))
+        for shares_backward in shares
+        if not shares_backward or (team_size < num_workers <= count)
         for policy in request.policies
         for weight_slots in slots
     ]

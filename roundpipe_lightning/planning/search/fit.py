@@ -356,6 +356,7 @@ def improved_plan(
         "round_size": plan.round_size,
         "weight_slots": plan.weight_slots,
         "like_teams": plan.like_teams,
+        "shares_backward": plan.shares_backward,
         "recompute": (plan.recompute,),
         "resident": job.hints.resident if plan.resident else 0,
     }

@@ -71,6 +71,7 @@ class PartitionHints:
         resident: Blocks that stay on every device.
         like_teams: As of `PipelineConfig`; of a plan that is kept.
         keeps_graphs: As of `Partition`; of a plan that is kept.
+        shares_backward: As of `PipelineConfig`; of a plan that is kept.
     """
 
     forward: tuple[int, ...] | None = None
@@ -85,6 +86,7 @@ class PartitionHints:
     resident: int | None = None
     like_teams: bool | None = None
     keeps_graphs: bool | None = None
+    shares_backward: bool | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -183,6 +185,7 @@ class PartitionHints:
             weight_slots=plan.weight_slots,
             like_teams=plan.like_teams,
             keeps_graphs=plan.partition.keeps_graphs,
+            shares_backward=plan.shares_backward,
         )
 
     def keys_given(self) -> list[str]:
