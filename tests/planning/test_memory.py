@@ -478,6 +478,26 @@ def test_a_block_that_runs_no_backward_is_not_recomputed() -> None:
     assert 0 < second.seconds_to_recompute(RecomputePolicy.SELECTIVE) < second.forward_seconds
 
 
+def test_pieces_read_the_weights_as_often_as_there_are_pieces() -> None:
+    machine, whole = load_hardware("rtx4090x1"), shape(8, 64)
+    reads = Work(matrix_bytes=Amount(fixed=1e9, per_token=1e3), memory_bytes=Amount(per_square=1))
+    part = BlockWork(
+        name="b",
+        forward=reads,
+        backward=reads,
+        kept_bytes=Amount(fixed=5, per_token=2),
+        peak_bytes=Peak(amounts=(Amount(fixed=7, per_token=4),)),
+    )
+    work = WorkProfile(blocks=(part,))
+    one = time_model(work, hardware=machine, shape=whole, dtype="bfloat16").blocks[0]
+    piece = time_model(work.pieces(4), hardware=machine, shape=whole, dtype="bfloat16").blocks[0]
+    small = time_model(work, hardware=machine, shape=shape(2, 64), dtype="bfloat16").blocks[0]
+    assert 4 * piece.forward_seconds > one.forward_seconds
+    assert piece.forward_seconds == pytest.approx(small.forward_seconds)
+    assert piece.activation_bytes == 5 + 2 * 128
+    assert piece.activation_bytes + piece.working_bytes == 7 + 4 * 128
+
+
 TWO_ROWS = MicrobatchShape(sequences=2, seq_len=3)
 
 

@@ -68,6 +68,10 @@ class Amount(_Summed):
         squares = shape.sequences * shape.seq_len**2
         return self.fixed + self.per_token * shape.tokens + self.per_square * squares
 
+    def piece(self, share: float) -> Amount:
+        """Return that of a part of the tokens; what is fixed is whole in every part."""
+        return replace(self, per_token=share * self.per_token, per_square=share * self.per_square)
+
     @classmethod
     def fit(cls, short: float, long: float, double: float, *, seq_len: int) -> Amount:
         """Return the amount that has three given values.
@@ -104,6 +108,10 @@ class Peak:
         amounts = tuple(amount * factor for amount in self.amounts)
         return Peak(amounts=amounts, short=self.short * factor)
 
+    def piece(self, share: float) -> Peak:
+        amounts = tuple(amount.piece(share) for amount in self.amounts)
+        return Peak(amounts=amounts, short=self.short.piece(share))
+
     def of(self, shape: MicrobatchShape) -> float:
         amounts = (*self.amounts, self.short) if shape.tokens <= _FEW else self.amounts
         return max((0.0, *(amount.of(shape) for amount in amounts)))
@@ -125,6 +133,9 @@ class Work(_Summed):
     matrix_bytes: Amount = Amount()
     attention_operations: Amount = Amount()
     memory_bytes: Amount = Amount()
+
+    def piece(self, share: float) -> Work:
+        return Work(**{name: amount.piece(share) for name, amount in vars(self).items()})
 
     def operations(self, shape: MicrobatchShape) -> float:
         return self.matrix_operations.of(shape) + self.attention_operations.of(shape)
@@ -170,8 +181,16 @@ class BlockWork:
     peak_bytes: Peak = Peak()
 
     def part(self, share: float) -> BlockWork:
+        """Return the block with values of a part of their width."""
+        return self._each_amount(lambda amount: amount * share)
+
+    def piece(self, share: float) -> BlockWork:
+        """Return the block on a part of the tokens."""
+        return self._each_amount(lambda amount: amount.piece(share))
+
+    def _each_amount(self, change: Callable[[Any], Any]) -> BlockWork:
         amounts: dict[str, Any] = {
-            name: value * share
+            name: change(value)
             for name, value in vars(self).items()
             if isinstance(value, Amount | Peak | Work)
         }
@@ -231,7 +250,7 @@ class WorkProfile:
         def spread(part: BlockWork) -> BlockWork:
             return replace(part, forward=part.forward * share, backward=part.backward * share)
 
-        blocks = tuple(block.part(share) for block in self.blocks)
+        blocks = tuple(block.piece(share) for block in self.blocks)
         return replace(self, blocks=blocks, head=spread(self.head), tail=spread(self.tail))
 
     def each(self, change: Callable[[BlockWork], BlockWork]) -> WorkProfile:
