@@ -142,8 +142,12 @@ class Model:
         )
 
     def tokens_per_second(self, timing: UpdateTiming, storage: ParameterStorage) -> float:
-        """Predicted throughput."""
-        return TOKENS_PER_STEP[self.name] / self.predict(timing, storage).step_seconds
+        """Predicted throughput; the published synchronous steps overlap with no optimizer."""
+        step = self.predict(timing, storage)
+        seconds = step.step_seconds
+        if timing is UpdateTiming.AFTER_STEP:
+            seconds = max(step.pipeline_seconds, step.host_seconds) + step.optimizer_seconds
+        return TOKENS_PER_STEP[self.name] / seconds
 
     def predict(self, timing: UpdateTiming, storage: ParameterStorage) -> StepPrediction:
         """Predicted step."""

@@ -85,15 +85,18 @@ def predicted(
     return StepModel(timing=timing, **options).predict(layout)
 
 
-def test_the_optimizer_comes_after_the_step_or_hides_behind_the_next() -> None:
+def test_the_optimizer_passes_beside_the_next_forward_pass_or_the_next_step() -> None:
     work = 8 * (4 * 4.0 + 1.5) / 2
+    share = 4.5 / 17.5  # of the forward pass
     for num_trainable, optimizer in ((0, 0.0), (10**10, 0.6), (10**12 * 5, 300.0)):
         after, behind = (
             predicted(timing, num_trainable=num_trainable) for timing in (AFTER, BEHIND)
         )
         assert after.optimizer_seconds == pytest.approx(optimizer)
         assert after.compute_seconds == pytest.approx(work)
-        assert after.step_seconds == pytest.approx(after.pipeline_seconds + optimizer)
+        late = max(0.0, optimizer - share * after.pipeline_seconds)
+        assert after.step_seconds == pytest.approx(after.pipeline_seconds + late, rel=1e-6)
+        assert (after.step_seconds > after.pipeline_seconds) == (optimizer > 100)
         assert behind.step_seconds == pytest.approx(max(behind.pipeline_seconds, optimizer))
         assert work <= behind.pipeline_seconds + 1e-9
         assert behind.pipeline_seconds <= after.pipeline_seconds + 1e-9
@@ -153,7 +156,22 @@ def test_the_host_adds_up_what_comes_down() -> None:
     host = behind.host_seconds + behind.optimizer_seconds
     assert host > behind.pipeline_seconds
     assert behind.step_seconds == pytest.approx(host)
-    assert after.step_seconds == pytest.approx(after.pipeline_seconds + after.optimizer_seconds)
+    late = after.optimizer_seconds - 4.5 / 17.5 * after.timeline.makespan_seconds
+    assert after.step_seconds == pytest.approx(after.pipeline_seconds + late)
+    shared = replace(fast, shares_host_memory=True)
+    alone = predicted(AFTER, **given | {"hardware": shared})
+    assert alone.step_seconds == pytest.approx(alone.pipeline_seconds + alone.optimizer_seconds)
+
+
+def test_accumulated_batches_leave_an_update_the_first_ones_forward_pass() -> None:
+    one, two = (
+        predicted(
+            AFTER, replace(LAYOUT, num_microbatches=8 * n, num_batches=n), num_trainable=10**12
+        )
+        for n in (1, 2)
+    )
+    late = [each.step_seconds - each.pipeline_seconds for each in (one, two)]
+    assert late == pytest.approx([60 - 4.5 / 17.5 * one.pipeline_seconds] * 2, rel=0.01)
 
 
 def test_workers_that_share_the_host_s_memory_copy_nothing() -> None:

@@ -82,7 +82,8 @@ class UpdateTiming(Enum):
     """Time at which the optimizer runs."""
 
     AFTER_STEP = "after_step"
-    """After all gradients have come down and before the next step begins (synchronous training)."""
+    """After all gradients have come down; the next step's forward pass begins with the blocks that
+    are updated (exact updates)."""
 
     BEHIND_NEXT_STEP = "behind_next_step"
     """While the next step computes with weights that are one step old (asynchronous updates)."""
@@ -97,6 +98,8 @@ class HostCosts:
         per_downloaded_byte: For which a gradient does, the sum that it is added to included.
         first_upload: Of one byte of the first upload, which nothing hides.
         last_download: Of one byte of the last download.
+        forward_share: Part of the pipeline that is the forward pass, beside which exact updates
+            pass; 0: beside nothing.
     """
 
     per_uploaded_byte: float = 0.0
@@ -105,6 +108,7 @@ class HostCosts:
     last_download: float = 0.0
     optimizer: float = 0.0
     timing: UpdateTiming = UpdateTiming.AFTER_STEP
+    forward_share: float = 0.0
 
     @property
     def goes_on(self) -> bool:
@@ -122,7 +126,8 @@ class HostCosts:
         host = self.per_uploaded_byte * uploaded + self.per_downloaded_byte * downloaded
         if self.goes_on:
             return np.maximum(pipeline, host + self.optimizer)
-        step: Floats = np.maximum(pipeline, host) + edges + self.optimizer
+        late = np.maximum(0.0, self.optimizer - self.forward_share * pipeline)
+        step: Floats = np.maximum(np.maximum(pipeline, host) + late, host + self.optimizer) + edges
         return step
 
 

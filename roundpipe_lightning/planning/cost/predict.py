@@ -57,7 +57,7 @@ class StepPrediction:
         timeline: When every action runs, transfers included.
         step_seconds: From one step to the next.
         pipeline_seconds: The pipeline's part, transfers included.
-        optimizer_seconds: The optimizer on the host, behind the pipeline or after it.
+        optimizer_seconds: The optimizer on the host, beside the next forward pass or the pipeline.
         host_seconds: What else keeps the host's memory busy beside the pipeline: transfers and
             sums of gradients.
         compute_seconds: What the devices compute, spread evenly: a limit.
@@ -136,11 +136,17 @@ class StepModel:
             last_download=self.links.download_seconds(1.0),
             optimizer=storage.update_seconds(self.num_trainable, hardware) * hardware.owned_part,
             timing=self.timing,
+            # on processors both want the same cores
+            forward_share=0.0 if hardware.shares_host_memory else self.profile.forward_share(),
         )
+
+    def host_of(self, num_batches: int) -> HostCosts:
+        """Return the costs of accumulated batches: an update passes beside the first's forward."""
+        return replace(self.host, forward_share=self.host.forward_share / num_batches)
 
     def predict(self, layout: PipelineLayout) -> StepPrediction:
         """Predict an optimizer step; PlanError if the layout does not fit model or machine."""
-        host, costs = self.host, self.costs(layout)
+        host, costs = self.host_of(layout.num_batches), self.costs(layout)
         runs, timeline = self._simulated(layout, costs)
         pipeline = timeline.makespan_seconds
         each = [run for row in runs for run in row]
@@ -319,9 +325,7 @@ class Exchange:
         if not self.steps_at_end:
             return [(self.seconds, alone.step_seconds)]
         batch = alone.pipeline_seconds / alone.layout.num_batches
-        forward = sum(part.forward_seconds for part in profile.parts)
-        both = profile.busy_seconds + profile.seconds_to_recompute(alone.layout.recompute)
-        share = forward / both if both else 0.5
+        share = profile.forward_share(alone.layout.recompute)
         backward = (1 - share) * batch if alone.layout.num_batches == 1 else 0.0
         return [
             (self._seconds(self.gradient_bytes), backward),

@@ -149,6 +149,12 @@ class ModelProfile:
     def seconds_to_recompute(self, policy: RecomputePolicy = RecomputePolicy.FULL) -> float:
         return sum(block.seconds_to_recompute(policy) for block in self.blocks)
 
+    def forward_share(self, policy: RecomputePolicy = RecomputePolicy.FULL) -> float:
+        """Return the share of the forward pass in a step."""
+        forward = sum(part.forward_seconds for part in self.parts)
+        both = self.busy_seconds + self.seconds_to_recompute(policy)
+        return forward / both if both else 0.5
+
     @property
     def block_names(self) -> tuple[str, ...]:
         return tuple(block.name for block in self.blocks)

@@ -322,7 +322,7 @@ class Case:
             weight_slots=config.weight_slots,
             recompute=config.recompute,
             team_size=config.team_size,
-            host=self.step.host,
+            host=self.step.host_of(config.num_batches),
             speeds=tuple(exact * speed for speed in speeds),
             pipeline_share=_PIPELINE_SHARE,
             joined=config.round_size if config.joined else 0,
