@@ -59,16 +59,17 @@ def job(*, num_blocks: int = 6, device_mib: int = 4000, **changes: Any) -> Train
     return replace(whole, **changes)
 
 
-@settings(max_examples=10)
-@given(st.integers(1, 9), st.integers(500, 6000))
-def test_a_plan_fits_or_bytes_are_missing(num_blocks: int, device_mib: int) -> None:
-    asked = job(num_blocks=num_blocks, device_mib=device_mib, effort=QUICK)
+@settings(max_examples=20)
+@given(st.integers(1, 9), st.integers(500, 6000), st.booleans())
+def test_a_plan_fits_or_bytes_are_missing(num_blocks: int, device_mib: int, plain: bool) -> None:
+    asked = job(num_blocks=num_blocks, device_mib=device_mib, effort=QUICK, plain=plain)
     answer = fit_training(asked)
     assert answer.fits is fits_memory(asked)
     assert answer.fits is not bool(answer.memory.reason)
     if answer.planned is not None:
         plan = answer.planned.plan
         assert plan.partition == answer.layout.partition
+        assert plan.plain is plain
         assert not answer.memory.device.missing_bytes
         assert answer.tokens_per_second > 0
     else:
@@ -101,11 +102,13 @@ def test_cuts_that_do_not_fit_are_said_with_their_size() -> None:
     assert answer.memory.device.missing_bytes
 
 
-def test_accumulated_batches_are_one_stream() -> None:
-    answer = fit_training(job(num_batches=2))
+@pytest.mark.parametrize("plain", [False, True])
+def test_accumulated_batches_are_one_stream(plain: bool) -> None:
+    answer = fit_training(job(num_batches=2, plain=plain))
     assert answer.planned is not None
     assert answer.planned.plan.num_microbatches == 16
-    single = fit_training(job())
+    assert not plain or answer.planned.plan.round_size == 8
+    single = fit_training(job(plain=plain))
     assert answer.tokens_per_second >= single.tokens_per_second
 
 

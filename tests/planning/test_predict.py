@@ -268,6 +268,40 @@ def test_a_recompute_with_its_gradient_begins_late() -> None:
     assert rows(timeline)[-1] == ("B1.0@0", 5.0, 8.0, 0.0)
 
 
+def test_a_plain_step_waits_at_the_barrier_and_runs_the_tail_again() -> None:
+    """Three blocks of 1 and 2 s, a tail of 4 and 8 s, two microbatches, two workers.
+
+    worker 0  F0.0 F0.1 | B1.0 recomputes ... and waits for B0.0
+    worker 1       F1.0 F1.1 | B0.0 B0.1
+    """
+    profile = ModelProfile(
+        blocks=tuple(
+            BlockProfile(name=f"b{i}", forward_seconds=1.0, backward_seconds=2.0) for i in range(3)
+        ),
+        tail=BlockProfile(name="tail", forward_seconds=4.0, backward_seconds=8.0),
+        fingerprint="",
+    )
+    partition = Partition(forward=(2, 1), backward=(1, 2), plain=True)
+    layout = PipelineLayout(partition=partition, num_microbatches=2, round_size=2)
+    costs = stage_costs(profile, partition=partition, hop_seconds=0.5)
+    pairs = [(cost.recompute_seconds, cost.compute_seconds) for cost in costs.stages]
+    assert pairs == [(0.0, 2.0), (0.0, 5.0), (5.0, 10.0), (2.0, 4.0)]
+    schedule = Schedule.from_text("worker 0: F0.0 F0.1 B0.0 B0.1\nworker 1: F1.0 F1.1 B1.0 B1.1\n")
+    assert rows(simulate(schedule, layout=layout, costs=costs)) == [
+        ("F0.0@0", 0.0, 2.0, 0.0),
+        ("F0.1@0", 2.0, 4.0, 0.0),
+        ("F1.0@1", 2.5, 7.5, 0.0),
+        ("F1.1@1", 7.5, 12.5, 0.0),
+        ("B0.0@0", 4.0, 23.0, 4.0),  # recomputed at 9, the driver's gradient is there at 13
+        ("B0.1@0", 23.0, 38.0, 0.0),
+        ("B1.0@1", 12.5, 27.5, 9.0),
+        ("B1.1@1", 27.5, 42.5, 9.0),
+    ]
+    kept = Partition(forward=(2, 1), backward=(1, 2), plain=True, keeps_graphs=True)
+    again = stage_costs(profile, partition=kept).stages
+    assert [cost.recompute_seconds for cost in again] == [0.0, 0.0, 0.0, 2.0]
+
+
 def test_head_and_tail_are_counted_once() -> None:
     profile = ModelProfile(
         blocks=tuple(
@@ -490,6 +524,16 @@ def test_an_uneven_plan_is_improved() -> None:
     same = ("num_microbatches", "round_size", "team_size", "num_workers")
     assert all(getattr(after.plan, name) == getattr(plan, name) for name in same)
     assert improved_plan(after.plan, profile=TRUTH, job=job_of()) is None  # nothing left to gain
+
+
+def test_an_uneven_plain_plan_is_improved_and_stays_plain() -> None:
+    uneven = Partition(forward=(4, 1, 1), backward=(1, 1, 4), plain=True)
+    better = improved_plan(plan_of(uneven), profile=TRUTH, job=job_of(plain=True))
+    assert better is not None
+    before, after = better
+    assert before.plan.partition == uneven
+    assert after.seconds <= (1 - LEAST_GAIN) * before.seconds
+    assert after.plan.plain
 
 
 def test_no_search_where_it_is_not_repaid() -> None:

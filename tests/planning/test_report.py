@@ -72,7 +72,7 @@ def test_other_stages_are_refused() -> None:
     costs=st.lists(st.floats(0.01, 5.0), min_size=5, max_size=5),
     start=st.sampled_from(RecomputeStart),
     hop_seconds=st.sampled_from([0.0, 0.1]),
-    joined=st.booleans(),
+    kind=st.sampled_from(["fused", "joined", "plain", "kept"]),
 )
 def test_parts_add_up(
     num_workers: int,
@@ -80,18 +80,21 @@ def test_parts_add_up(
     costs: list[float],
     start: RecomputeStart,
     hop_seconds: float,
-    joined: bool,
+    kind: str,
 ) -> None:
+    plain, keeps = kind in ("plain", "kept"), kind == "kept"
+    forward = (2, 1, 1) if plain else (2, 1)
+    partition = Partition(forward=forward, backward=(1, 2, 1), plain=plain, keeps_graphs=keeps)
     layout = PipelineConfig(
-        num_microbatches=num_microbatches, round_size=num_microbatches, joined=joined
-    ).with_stages(Partition(forward=(2, 1), backward=(1, 2, 1)))
+        num_microbatches=num_microbatches, round_size=num_microbatches, joined=kind == "joined"
+    ).with_stages(partition)
     timeline = simulate(
         schedule_of(layout, num_workers=num_workers),
         layout=layout,
         costs=StageCosts(
             stages=(
-                *(ActionCost(compute_seconds=c) for c in costs[:2]),
-                *(ActionCost(compute_seconds=c, recompute_seconds=c / 4) for c in costs[2:]),
+                *(ActionCost(compute_seconds=c) for c in costs[: len(forward)]),
+                *(ActionCost(compute_seconds=c, recompute_seconds=c / 4) for c in costs[2:5]),
             ),
             hop_seconds=hop_seconds,
             recompute_start=start,

@@ -87,12 +87,16 @@ class PlanDescription:
         )
         rounds = layout.num_rounds
         policy = self.plan.recompute
+        first = "the fused stage first"
+        if partition.plain:
+            first = "on kept graphs first" if partition.keeps_graphs else "the last blocks first"
+        shared = " forward, all workers backward" if layout.shares_backward else ""
         return [
             f"Stages: {kinds}",
             f"  forward  {_runs(partition.forward)}",
-            f"  backward {_runs(partition.backward)} (the fused stage first)",
+            f"  backward {_runs(partition.backward)} ({first})",
             (
-                f"Teams of {layout.team_size}, {count_text(rounds, 'round')} of "
+                f"Teams of {layout.team_size}{shared}, {count_text(rounds, 'round')} of "
                 f"{count_text(layout.round_size, 'microbatch')}"
             ),
             f"Recompute: {policy.value} ({_POLICIES[policy]})",

@@ -257,8 +257,9 @@ class Case:
     def fits(self, table: PartitionTable) -> npt.NDArray[np.bool_]:
         """Return a mask of partitions that keep the devices' memory and the recompute policies."""
         fit = self.footprint.fits_each(table, config=self.config)
-        if self.config.shares_backward:
-            fit &= ~table.keeps
+        keeps = False if self.config.shares_backward else self.request.hints.keeps_graphs
+        if keeps is not None:
+            fit &= table.keeps == keeps
         if self.profile.num_blocks:
             policies = self.request.recompute
             fit &= np.where(

@@ -321,7 +321,8 @@ class PartitionSearch:
         for _ in range(random.choice((1, 1, 2, 3, 4))):
             _vary(random.choice((forward, backward)), random)
         if in_order:
-            forward.sort()
+            if turns:
+                forward.sort()
             backward.sort(reverse=True)
         ahead, back = tuple(filter(None, forward)), (fused, *filter(None, backward))
         if turns:

@@ -271,12 +271,11 @@ class PartitionHints:
             back = even_cuts(rest, most=limits.backward, cuts=reversed_cuts(rest, inside))
             firsts = ((0,), ()) if plain else ((fixed,),)
             backward = [(*first, *counts) for counts in back for first in firsts]
-        keeps = (self.keeps_graphs,) if self.keeps_graphs is not None else (False, True)
         found = tuple(
             Partition(forward=f, backward=b, plain=plain, keeps_graphs=kept)
             for f in forward
             for b in backward
-            for kept in keeps
+            for kept in (False, True)
             if not kept or (plain and f[-1:] == b[:1])
         )
         for partition in found:
