@@ -62,6 +62,10 @@ class GradientError(RoundPipeError, RuntimeError):
     """A gradient is not finite and was looked for. The message names parameter, block and batch."""
 
 
+class DivergedError(RoundPipeError, RuntimeError):
+    """The loss or the weights of a training are no longer finite. The message says since when."""
+
+
 class HostError(RoundPipeError, RuntimeError):
     """Another host of the training has ended, hangs, or is out of reach."""
 

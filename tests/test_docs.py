@@ -142,6 +142,7 @@ def test_the_tutorial_has_the_planner_s_figures() -> None:
 PARTS = {
     "last_checkpoint",
     "best_checkpoint",
+    "finite_check",
     "pretrained_export",
     "timeline",
     "progress_bar",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.loggers import Logger
@@ -25,6 +27,7 @@ from typing_extensions import Self, override
 from roundpipe_lightning.callbacks.pictures import PipelineTimeline, PlanReport
 from roundpipe_lightning.cli.job import is_roundpipe
 from roundpipe_lightning.cli.objects import whole
+from roundpipe_lightning.errors import DivergedError
 from roundpipe_lightning.files import write_text
 from roundpipe_lightning.strategy.compat import stop_after_batch
 
@@ -203,6 +206,8 @@ class LastCheckpoint(Checkpoint):
         self.path = f"{dirpath}/last.ckpt"
         self.every_n_steps = whole("callbacks.last_checkpoint.every_n_steps", every_n_steps)
         self._saved_step = self._num_started = 0
+        self.is_saved = False
+        """Whether this run has written the file."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -238,6 +243,91 @@ class LastCheckpoint(Checkpoint):
             return
         trainer.save_checkpoint(self.path, weights_only=False)
         self._saved_step = trainer.global_step
+        self.is_saved = True
+
+
+class FiniteCheck(Callback):
+    """Ends a run whose loss or weights are no longer finite, before they are saved.
+
+    The loss is looked at after every batch, the weights of a checkpoint before it is written.
+
+    Raises:
+        DivergedError: In the step that it happens in.
+    """
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        value = float(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0
+        self._check(trainer, None if math.isfinite(value) else f"The loss of the step is {value}")
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        named = pl_module.named_parameters(remove_duplicate=False)
+        trained = {name for name, parameter in named if parameter.requires_grad}
+        weights = ((n, value) for n, value in checkpoint["state_dict"].items() if n in trained)
+        name = next((name for name, value in weights if not _is_finite(value)), None)
+        self._check(trainer, None if name is None else f"{name} has values that are not finite")
+
+    def _check(self, trainer: Trainer, reason: str | None) -> None:
+        is_finite = reason is None
+        if trainer.world_size > 1:  # else the others would wait for this process
+            is_finite = trainer.strategy.reduce_boolean_decision(is_finite, all=True)
+        if is_finite:
+            return
+        saved = [each for each in trainer.callbacks if isinstance(each, LastCheckpoint)]  # type: ignore[attr-defined]
+        places = [each.path for each in saved if each.is_saved]
+        place = places[0] if places else trainer.ckpt_path
+        way_out = f"Go on from the last finite checkpoint, ckpt_path={place}" if place else "Begin"
+        raise DivergedError(
+            f"{reason or 'On another host the run diverged'}, after {trainer.global_step} steps: "
+            f"training has diverged. {way_out}, with a lower optimizer.lr or "
+            "trainer.gradient_clip_val. callbacks.finite_check=null trains on nevertheless."
+        )
+
+
+def hold_settings(trainer: Trainer, settings: Mapping[str, Any]) -> None:
+    """Set options of the optimizers, after a checkpoint has restored those that it was saved with.
+
+    A schedule goes on from its step: all its rates are scaled as its first one is.
+    """
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            for name in settings.keys() & group.keys():
+                value = settings[name]
+                before = group.get("initial_lr", group["lr"]) if name == "lr" else group[name]
+                value = tuple(value) if isinstance(before, tuple) else value
+                if name == "lr" and "initial_lr" in group and before:
+                    group["lr"], group["initial_lr"] = group["lr"] * value / before, value
+                else:
+                    group[name] = value
+                if value != before:
+                    sys.stderr.write(f"optimizer.{name}={value}: the checkpoint has {before}.\n")
+    for entry in trainer.lr_scheduler_configs:
+        scheduler: Any = entry.scheduler
+        groups = scheduler.optimizer.param_groups
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
+            scheduler._last_lr = [group["lr"] for group in groups]  # noqa: SLF001 - what is logged
+
+
+_CHECKED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _is_finite(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.dtype not in _CHECKED_DTYPES or not value.numel():
+        return True
+    least, most = torch.aminmax(value.detach())  # of NaN both are
+    return math.isfinite(least) and math.isfinite(most)
 
 
 def _batches(trainer: Trainer) -> Any:

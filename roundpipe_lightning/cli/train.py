@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -33,7 +33,7 @@ from roundpipe_lightning.cli.build import (
     log_settings,
     tell_settings,
 )
-from roundpipe_lightning.cli.callbacks import LastCheckpoint
+from roundpipe_lightning.cli.callbacks import LastCheckpoint, hold_settings
 from roundpipe_lightning.cli.objects import check_switch, run_explained, whole
 from roundpipe_lightning.cli.run_folder import SavedRun, claim, line, mark_run
 from roundpipe_lightning.errors import ConfigurationError, PlanError
@@ -143,7 +143,9 @@ class _Begin(Callback):
         self.write()
 
     @override
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run.checkpoint is not None:
+            hold_settings(trainer, _typed_options(self._run.config))
         self.write()
 
     def write(self) -> None:
@@ -151,6 +153,16 @@ class _Begin(Callback):
             log_settings(self._run)
             _save_config(self._run)
             self._is_written = True
+
+
+def _typed_options(config: DictConfig) -> dict[str, Any]:
+    """The options of the optimizer that were typed; of a configuration from elsewhere all."""
+    options: Any = OmegaConf.to_container(config.optimizer, resolve=True)
+    if HydraConfig.initialized():
+        words = (word.lstrip("+") for word in HydraConfig.get().overrides.task)
+        names = {word.partition("=")[0] for word in words}
+        options = {name: value for name, value in options.items() if f"optimizer.{name}" in names}
+    return dict(options)
 
 
 def _run_stages(run: Run, metrics: dict[str, float]) -> None:

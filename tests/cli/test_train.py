@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import inspect
+import math
 import os
 import re
 import shlex
@@ -23,6 +24,7 @@ from torch.nn import functional
 import roundpipe_commands
 from roundpipe_lightning import Plan
 from roundpipe_lightning.cli.build import build_run, check_batches, find_checkpoint
+from roundpipe_lightning.cli.callbacks import FiniteCheck
 from roundpipe_lightning.cli.job import Job, MetaModel
 from roundpipe_lightning.cli.plan.answer import cheapest_changes
 from roundpipe_lightning.cli.train import train
@@ -31,6 +33,7 @@ from roundpipe_lightning.errors import (
     BatchError,
     CheckpointError,
     ConfigurationError,
+    DivergedError,
     ModelSourceError,
 )
 from roundpipe_lightning.modules import (
@@ -43,6 +46,7 @@ from roundpipe_lightning.planning.search.remedies import Price
 from tests.kit.architectures import TINY
 from tests.kit.programs import run_program
 from tests.kit.runs import SMALL, SUMMARY_KEYS, compose_small, files, run_here, summary, train_small
+from tests.kit.training import Regressor, make_trainer, regression_data
 from tests.lightning.test_checkpoint import flip_bit
 
 
@@ -698,3 +702,59 @@ def test_bad_input_ends_with_2_and_leaves_nothing(
     assert named in done.stderr
     assert len(done.stderr.partition("Error:")[2].strip().splitlines()) == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_run_that_diverges_keeps_its_last_finite_checkpoint(tmp_path: Path) -> None:
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    words = ("trainer.gradient_clip_val=null", "trainer.max_steps=9", "validate=false")
+    rate = ("optimizer=sgd", "optimizer.lr=1e30")
+    often = (*words, *rate, "callbacks.last_checkpoint.every_n_steps=1")
+    done = run_here(tmp_path, "hydra.run.dir=run", *often, status=2)
+    [line] = done.stderr.partition("Error: ")[2].strip().splitlines()
+    assert "training has diverged. Go on from the last finite checkpoint, ckpt_path=" in line
+    content = torch.load(last, weights_only=True)
+    assert 0 < content["global_step"] < 9
+    assert all(value.isfinite().all() for value in content["state_dict"].values())
+    run_here(tmp_path, "hydra.run.dir=further", *often, "callbacks.finite_check=null")
+    content = torch.load(tmp_path / "further" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert content["global_step"] == 9
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_not_saved(value: float, tmp_path: Path) -> None:
+    """A buffer, and a parameter that is not trained, may have any values."""
+    module = Regressor()
+    module.register_buffer("mask", torch.tensor([-math.inf]))
+    trainer = make_trainer(callbacks=[FiniteCheck()], max_steps=2)
+    trainer.fit(module, regression_data())
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    name, parameter = next(iter(module.named_parameters()))
+    with torch.no_grad():
+        parameter.view(-1)[0] = value
+    with pytest.raises(DivergedError, match=f"{name} has values that are not finite, after 2"):
+        trainer.save_checkpoint(tmp_path / "broken.ckpt")
+    assert not (tmp_path / "broken.ckpt").exists()
+    parameter.requires_grad_(False)
+    trainer.save_checkpoint(tmp_path / "frozen.ckpt")
+
+
+def test_an_optimizer_s_option_that_is_typed_holds_for_a_run_that_goes_on(tmp_path: Path) -> None:
+    """The schedule goes on from its step; what is not typed is the checkpoint's."""
+    words = ("validate=false", "optimizer.weight_decay=0.3")
+    first = ("optimizer.lr=0.001", "optimizer.betas=[0.8,0.9]")
+    run_here(tmp_path, "hydra.run.dir=run", *words, *first)
+    last = "ckpt_path=run/checkpoints/last.ckpt"
+    for lr in ("0.004", None):
+        typed = [] if lr is None else [f"optimizer.lr={lr}"]
+        name = f"hydra.run.dir=on{lr}"
+        done = run_here(tmp_path, name, *words, last, "trainer.max_steps=5", *typed)
+        assert ("optimizer.lr=0.004: the checkpoint has 0.001." in done.stderr) == (lr is not None)
+        content = torch.load(tmp_path / f"on{lr}/checkpoints/last.ckpt", weights_only=True)
+        [group] = content["optimizer_states"][0]["param_groups"]
+        assert group["initial_lr"] == float(lr or 0.001)
+        assert group["betas"] == (0.8, 0.9)
+        assert group["weight_decay"] == 0.3
+        scheduler = content["lr_schedulers"][0]
+        assert scheduler["base_lrs"] == [float(lr or 0.001)]
+        assert 0 < group["lr"] <= group["initial_lr"]
+        assert scheduler["_last_lr"] == [group["lr"]]
