@@ -5,6 +5,7 @@ And text files of which each size is limited before it is read, since anybody ma
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,12 +17,14 @@ import time
 import zipfile
 import zlib
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
+import xxhash
 import yaml
+from typing_extensions import Self
 
 if sys.platform != "win32":
     import fcntl
@@ -38,6 +41,9 @@ _OWNER = re.compile(
 _MOST_SECONDS = 24 * 3600  # that a writer on another host leaves its file as it is
 _PIECE_BYTES = 1 << 22
 _ZIP_MAGIC = b"PK\x03\x04"
+_IS_FOLDER = 0x10  # of the attributes of DOS
+_DIGEST_COMMENT = b"roundpipe xxh3_128="
+DIGEST_LENGTH = 32
 _MOST_TEXT_BYTES = 4 << 20  # of a file of settings: lists of 50,000 files are shorter
 _MOST_LEVELS = 50
 
@@ -197,24 +203,106 @@ def replace_folder(temporary: Path, path: Path, *, index: str, suffix: str) -> N
                     old.unlink()
 
 
-def find_damage(path: Path | BytesIO) -> str | None:
+class DigestWriter:
+    """Writes a file and its digest at the same time, the digest in a thread of its own."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = xxhash.xxh3_128()
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self.num_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def write(self, data: bytes) -> int:
+        if len(data) < _PIECE_BYTES:
+            self._hash.update(data)
+            self._file.write(data)
+        else:
+            hashed = self._thread.submit(self._hash.update, data)
+            try:
+                self._file.write(data)
+            finally:
+                hashed.result()  # which reads the caller's memory
+        self.num_bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def digest(self) -> str:
+        return str(self._hash.hexdigest())
+
+    def end_zip(self) -> None:
+        """Write the digest of an archive into the archive's comment, which readers skip."""
+        comment = _DIGEST_COMMENT + self.digest.encode()
+        self._file.seek(-2, os.SEEK_END)  # the length of the comment, which was 0
+        self._file.write(len(comment).to_bytes(2, "little") + comment)
+
+
+def digest_of(file: IO[bytes], num_bytes: int, *, end: bytes = b"") -> str:
+    """Return the digest of the next bytes of a file, read in pieces, and of an `end`."""
+    digest, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
+    while num_bytes:
+        count = file.readinto(piece[:num_bytes])  # type: ignore[attr-defined]
+        if not count:
+            break
+        digest.update(piece[:count])
+        num_bytes -= count
+    digest.update(end)
+    return str(digest.hexdigest())
+
+
+def name_of(file: IO[bytes]) -> str:
+    """Return a name for an open file, also after another has taken its place."""
+    name = f"/dev/fd/{file.fileno()}"
+    return name if Path(name).exists() else file.name
+
+
+def find_damage(file: IO[bytes]) -> str | None:
     """Return what is wrong with a file of `torch.save`; None if nothing is.
 
-    torch writes a CRC-32 of every entry and compares none of them when it reads. A file in torch's
-    old format, or one that was written without checksums, has nothing to compare.
+    Ours have a digest. Others have a CRC-32 of every entry, which torch does not compare when it
+    reads. A file in torch's old format, or one without checksums, has nothing to compare.
     """
-    if isinstance(path, Path):
-        with path.open("rb") as file:
-            if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
-                return None
+    num_comment = len(_DIGEST_COMMENT) + DIGEST_LENGTH
+    num_bytes = file.seek(0, os.SEEK_END) - num_comment
+    file.seek(max(0, num_bytes))
+    comment = file.read(num_comment)
+    if comment.startswith(_DIGEST_COMMENT):
+        file.seek(0)
+        actual = digest_of(file, num_bytes - 2, end=bytes(2))  # the comment's length was 0
+        is_same = comment.endswith(actual.encode()) and file.read(2) == bytes([num_comment, 0])
+        return None if is_same else "it differs from its digest"
+    file.seek(0)
+    return _find_damaged_entry(file) if file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC else None
+
+
+def _find_damaged_entry(file: IO[bytes]) -> str | None:
+    file.seek(0)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
+            for entry in archive.infolist():
+                # Hazard: torch reads nothing of a folder, and gives memory that nobody wrote.
+                if entry.is_dir() or entry.external_attr & _IS_FOLDER:
+                    return f"its entry {entry.filename} is a folder"
+                if entry.compress_type != zipfile.ZIP_STORED:  # a bomb: torch does not compress
+                    return f"its entry {entry.filename} is compressed"
             wrong = archive.testzip()
             if wrong is None or not _has_checksums(archive):
                 return None
     except zipfile.BadZipFile:
         return "its end is missing"
     except (NotImplementedError, RuntimeError, ValueError, EOFError, zlib.error) as error:
+        return f"its directory is damaged ({error})"
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a place that no file has
+            raise
         return f"its directory is damaged ({error})"
     return f"its entry {wrong} differs from its checksum"
 

@@ -2,7 +2,8 @@
 
 ```
 last.ckpt/
-  .metadata                which elements of which tensor lie where; replaced last
+  .metadata                which elements of which tensor lie where, and behind that the size and
+                           the digest of each file, and its own; replaced last
   host0-1f3a90c2-0.distcp  "structure": the checkpoint, with references in the place of tensors;
                            the elements that host 0 owns, and tensors that are not divided
   host0-1f3a90c2-1.distcp  more of them: files have a limited size
@@ -24,10 +25,14 @@ elements 3 to 13 of (4, 4)      . . . 3      row 0, columns 3 to 4
 from __future__ import annotations
 
 import errno
+import io
+import json
 import math
 import os
 import pickle
+import re
 import secrets
+import warnings
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -35,7 +40,7 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import IO, Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -54,7 +59,16 @@ from roundpipe_lightning.checkpoint.snapshot import Storage, TakeStorage, record
 from roundpipe_lightning.engine.device.host_memory import check_host_memory
 from roundpipe_lightning.engine.update.hosts_update import OwnedPart
 from roundpipe_lightning.errors import CheckpointError
-from roundpipe_lightning.files import find_damage, new_folder, remove_remains, replace_folder
+from roundpipe_lightning.files import (
+    DIGEST_LENGTH,
+    DigestWriter,
+    digest_of,
+    find_damage,
+    name_of,
+    new_folder,
+    remove_remains,
+    replace_folder,
+)
 
 METADATA = ".metadata"
 _STRUCTURE = "structure"
@@ -152,9 +166,9 @@ class Part:
                 group.items = [(i, _in_memory(group.storage, tensor)) for i, tensor in group.items]
         return [group.storage for key, group in self._groups.items() if key in kept]
 
-    def write(self, folder: Path, *, version: str, take: TakeStorage) -> list[_Written]:
-        """Write this host's files; return what lies where."""
-        written: list[_Written] = []
+    def write(self, folder: Path, *, version: str, take: TakeStorage) -> list[_File]:
+        """Write this host's files; return what lies where in them."""
+        written: list[_File] = []
         files: list[list[_Group]] = [[]]
         for group in self._groups.values():
             num_bytes = sum(each.num_bytes for each in files[-1])
@@ -163,36 +177,54 @@ class Part:
             files[-1].append(group)
         for number, groups in enumerate(files):
             path = folder / f"host{self.rank}-{version}-{number}.distcp"
-            with path.open("xb") as file:
+            places: dict[MetadataIndex, tuple[torch.Size, _StorageInfo]] = {}
+            with path.open("xb") as opened, DigestWriter(opened) as file:
                 if number == self.rank == 0:
-                    file.write(self._structure)
-                    place = _StorageInfo(path.name, 0, file.tell())
-                    written.append((MetadataIndex(_STRUCTURE), torch.Size(), place))
+                    file.write(bytes(self._structure))
+                    place = _StorageInfo(path.name, 0, file.num_bytes)
+                    places[MetadataIndex(_STRUCTURE)] = torch.Size(), place
                 for group in groups:
                     with take(group.storage) as memory:
                         for index, tensor in group.items:
-                            begin = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
-                            file.seek(begin)  # so that tensors can be mapped
+                            file.write(bytes(-file.num_bytes % _ALIGNMENT))  # to map tensors
+                            begin = file.num_bytes
                             values = _compact(_in_memory(memory, tensor))
                             write_records(record(values), file, take=nullcontext)
-                            place = _StorageInfo(path.name, begin, file.tell() - begin)
-                            written.append((index, tensor.shape, place))
-                file.flush()
-                os.fsync(file.fileno())
+                            place = _StorageInfo(path.name, begin, file.num_bytes - begin)
+                            places[index] = tensor.shape, place
+                opened.flush()
+                os.fsync(opened.fileno())
+                written.append(_File(path.name, file.num_bytes, file.digest, places))
         return written
 
-    def metadata(self, written: Iterable[_Written]) -> Metadata:
-        """Return the description of what all hosts have written."""
+    def metadata(self, files: Sequence[_File]) -> bytes:
+        """Return the description of what all hosts have written, with the digests behind it."""
         described: dict[str, Any] = {**self._tensors, _STRUCTURE: BytesStorageMetadata()}
         places = {}
-        for index, sizes, place in written:
+        for index, (sizes, place) in chain.from_iterable(file.places.items() for file in files):
             places[index] = place
             if index.offset is not None:
                 described[index.fqn].chunks.append(ChunkStorageMetadata(index.offset, sizes))
-        return Metadata(described, planner_data=self._paths, storage_data=places, version="1.0.0")
+        metadata = Metadata(
+            described, planner_data=self._paths, storage_data=places, version="1.0.0"
+        )
+        digests = {file.name: [file.num_bytes, file.digest] for file in files}
+        content = pickle.dumps(metadata) + _DIGESTS + json.dumps(digests).encode()
+        return content + digest_of(BytesIO(content), len(content)).encode()
 
 
-_Written: TypeAlias = tuple[MetadataIndex, torch.Size, _StorageInfo]
+@dataclass(frozen=True)
+class _File:
+    """A file that a host has written: what tensors, or parts of them, lie where in it."""
+
+    name: str
+    num_bytes: int
+    digest: str
+    places: Mapping[MetadataIndex, tuple[torch.Size, _StorageInfo]]
+
+
+_DIGESTS = b"\nroundpipe xxh3_128="
+"""Stands between the pickle, behind which readers of torch do not look, and a JSON of digests."""
 
 
 def write_folder(
@@ -240,7 +272,7 @@ def write_folder(
         assert first is not None
         folder, version = first
 
-        def write() -> list[_Written]:
+        def write() -> list[_File]:
             if not folder.is_dir():
                 raise FileNotFoundError(0, "the folder is not there, on a disk of its own perhaps")
             return part.write(folder, version=version, take=take)
@@ -250,7 +282,7 @@ def write_folder(
         def finish() -> None:
             if part.rank == 0:
                 with (folder / METADATA).open("xb") as file:
-                    pickle.dump(part.metadata(chain.from_iterable(written)), file)
+                    file.write(part.metadata([*chain.from_iterable(written)]))
                     file.flush()
                     os.fsync(file.fileno())
                 replace_folder(folder, path, index=METADATA, suffix=".distcp")
@@ -335,56 +367,104 @@ class Folder:
         self._path = path
         self._tensors: dict[str, Tensor] = {}
         self._unread: dict[int, str] = {}
-        self._starts: dict[MetadataIndex, int] = {}
-        self._files: dict[Path, Storage] = {}
         with self._damage_explained():
-            with (path / METADATA).open("rb") as file:
-                self._metadata: Metadata = _Unpickler(file).load()
-            if MetadataIndex(_STRUCTURE) not in self._metadata.storage_data:
-                raise CheckpointError(
-                    f"The checkpoint {path} is one of torch.distributed.checkpoint that another "
-                    "program wrote, without a Lightning checkpoint in it. Make it one file with "
-                    "its own tools first."
-                )
-            self._check_files()
+            self._open()
             place = self._metadata.storage_data[MetadataIndex(_STRUCTURE)]
             structure = load_file(
+                BytesIO(self._content(place)),
                 path,
-                content=self._content(place),
                 map_location=map_location,
                 weights_only=weights_only,
             )
             self.checkpoint: dict[str, Any] = tree_map(
                 self._tensor, structure, is_leaf=_is_reference
             )
+        if self._digests is None:
+            warnings.warn(
+                f"The checkpoint {path} has no digests: an earlier version or another program has "
+                "written it. A flipped bit in it may go unseen.",
+                stacklevel=2,
+            )
 
-    def _content(self, place: _StorageInfo) -> BytesIO:
-        file = self._path / place.relative_path
-        if file.resolve().parent != self._path.resolve():
-            raise unreadable(self._path, f"its {METADATA} leads to {file}, which is outside of it")
-        if not file.is_file():
-            raise unreadable(self._path, f"its file {file.name} is missing")
-        with file.open("rb") as opened:
-            opened.seek(place.offset)
-            content = opened.read(place.length)
-        if len(content) < place.length:
-            raise unreadable(self._path, f"its file {file.name} is too short")
-        return BytesIO(content)
+    def _open(self) -> None:
+        """Read the index and map all files, of one save: another may take its place meanwhile."""
+        content = b""
+        while True:
+            before, content = content, (self._path / METADATA).read_bytes()
+            self._metadata, self._digests = self._index(content)
+            places: Any = self._metadata.storage_data.values()
+            names = {place.relative_path for place in places} | {*(self._digests or ())}
+            try:
+                self._files = {name: self._map(name) for name in sorted(names)}
+                return
+            except FileNotFoundError as error:
+                if content == before:
+                    name = Path(error.filename).name
+                    raise unreadable(self._path, f"its file {name} is missing") from error
 
-    def _check_files(self) -> None:
-        """Compare sizes and checksums of all that was written, and find where values begin."""
-        places: Any = self._metadata.storage_data.items()
-        for index, place in sorted(
-            places, key=lambda item: (item[1].relative_path, item[1].offset)
-        ):
-            content = self._content(place)
-            damage = find_damage(content)
+    def _index(self, content: bytes) -> tuple[Metadata, dict[str, list[Any]] | None]:
+        """Read the index, and the sizes and digests of files; None: an earlier version wrote it."""
+        pickled, mark, listed = content.rpartition(_DIGESTS)
+        digests = None
+        if mark:
+            own = content[-DIGEST_LENGTH:].decode("ascii", "replace")
+            num_bytes = len(content) - DIGEST_LENGTH
+            if own != digest_of(BytesIO(content), num_bytes):
+                raise unreadable(self._path, f"{METADATA} differs from its digest")
+            digests = json.loads(listed[:-DIGEST_LENGTH])
+        elif content[-1:] != pickle.STOP:
+            raise unreadable(self._path, f"{METADATA} does not end as it was written")
+        else:
+            pickled = content
+        metadata: Metadata = _Unpickler(BytesIO(pickled)).load()
+        if MetadataIndex(_STRUCTURE) not in metadata.storage_data:
+            raise CheckpointError(
+                f"The checkpoint {self._path} is one of torch.distributed.checkpoint that another "
+                "program wrote, without a Lightning checkpoint in it. Make it one file with "
+                "its own tools first."
+            )
+        return metadata, digests
+
+    def _map(self, name: str) -> Storage | None:
+        """Return the memory of a file, compared with its digest; None: it is empty.
+
+        FileNotFoundError: it is not there.
+        """
+        if not re.fullmatch(r"[\w.-]{1,200}", name, re.ASCII):
+            raise unreadable(self._path, f"{METADATA} names the file {name!r:.80}")
+        path = self._path / name
+        if path.resolve().parent != self._path.resolve():
+            raise unreadable(self._path, f"its {METADATA} leads to {path}, which is outside of it")
+        if not path.is_file():  # a pipe would be waited for
+            raise FileNotFoundError(errno.ENOENT, "no file", str(path))
+        with path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if self._digests is not None:
+                expected, digest = self._digests[name]
+                if num_bytes != expected:
+                    sizes = f"has {num_bytes:,} bytes instead of {expected:,}"
+                    raise unreadable(self._path, f"its file {name} {sizes}")
+                if digest != digest_of(file, num_bytes):
+                    raise unreadable(self._path, f"its file {name} differs from its digest")
+            if not num_bytes:
+                return None
+            mapped = Storage.from_file(name_of(file), shared=False, nbytes=num_bytes)
+            return cast("Storage", mapped)
+
+    def _content(self, place: _StorageInfo) -> memoryview:
+        """Return what lies in a place, without a copy."""
+        storage = self._files[place.relative_path]
+        begin, end = place.offset, place.offset + place.length
+        if storage is None or not 0 <= begin < end <= storage.nbytes():
+            raise unreadable(self._path, f"its file {place.relative_path} is too short")
+        values = torch.empty(0, dtype=torch.uint8).set_(storage)
+        memory: Any = values[begin:end].numpy()
+        content = memoryview(memory)
+        if self._digests is None:
+            damage = find_damage(BytesIO(content))
             if damage is not None:
                 raise unreadable(self._path, f"of its file {place.relative_path}, {damage}")
-            if index.fqn != _STRUCTURE:
-                content.seek(0)
-                reader: Any = torch._C.PyTorchFileReader(content)
-                self._starts[index] = place.offset + reader.get_record_offset("data/0")
+        return content
 
     def fill(self, storage: Storage) -> bool:
         """Put a tensor together in its memory, once; return whether that was now."""
@@ -398,7 +478,7 @@ class Folder:
                         begin + size for begin, size in zip(box.offsets, box.sizes, strict=True)
                     ]
                     into = whole[tuple(map(slice, box.offsets, ends))]
-                    into.copy_(self._mapped(name, box, whole.dtype))
+                    into.copy_(self._values(name, box, whole.dtype))
         return name is not None
 
     def read(self) -> dict[str, Any]:
@@ -419,22 +499,32 @@ class Folder:
         if name not in self._tensors:
             entry: Any = self._metadata.state_dict_metadata[name]
             dtype, chunks = entry.properties.dtype, entry.chunks
-            if len(chunks) == 1 and chunks[0].sizes == entry.size:
-                self._tensors[name] = self._mapped(name, chunks[0], dtype)
+            check_tiles(entry.size, chunks)
+            if len(chunks) == 1:
+                self._tensors[name] = self._values(name, chunks[0], dtype)
             else:
+                for chunk in chunks:  # so that there is memory for no more than files have
+                    self._values(name, chunk, dtype)
                 new = self._tensors[name] = torch.empty(entry.size, dtype=dtype)
                 self._unread[new.untyped_storage()._cdata] = name  # noqa: SLF001
         return self._tensors[name]
 
-    def _mapped(self, name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
+    def _values(self, name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
         """Return the values of a box, which stay in their file."""
-        index = MetadataIndex(name, chunk.offsets)
-        file = self._path / self._metadata.storage_data[index].relative_path
-        if file not in self._files:
-            mapped = Storage.from_file(str(file), shared=False, nbytes=file.stat().st_size)
-            self._files[file] = cast("Storage", mapped)
-        start, num_bytes = self._starts[index], chunk.sizes.numel() * dtype.itemsize
-        values = self._files[file][start : start + num_bytes]
+        place = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        content = self._content(place)
+        if self._digests is None:
+            written = load_file(BytesIO(content), self._path)
+            if (written.dtype, written.shape) != (dtype, chunk.sizes):
+                raise ValueError(f"{name} is {written.dtype}{tuple(written.shape)} in its file")
+        window: Any = _Window(content)
+        reader: Any = torch._C.PyTorchFileReader(window)
+        num_bytes = chunk.sizes.numel() * dtype.itemsize
+        if reader.get_record_size("data/0") != num_bytes:
+            raise ValueError(f"{name} has {reader.get_record_size('data/0')} bytes in its file")
+        start = place.offset + reader.get_record_offset("data/0")
+        file: Any = self._files[place.relative_path]
+        values = file[start : start + num_bytes]
         return torch.empty(0, dtype=dtype).set_(values).view(chunk.sizes)
 
     @contextmanager
@@ -442,7 +532,7 @@ class Folder:
         try:
             yield
         except (OSError, CheckpointError):
-            raise
+            raise  # a fault of the disk: what the files say names no places that no disk has
         except Exception as error:
             reason = f"its parts do not fit ({type(error).__name__}: {error})"
             raise unreadable(self._path, reason) from error
@@ -472,7 +562,63 @@ def _is_reference(value: Any) -> bool:
     return type(value) is dict and _REFERENCE in value
 
 
-class _Unpickler(pickle.Unpickler):
+class _Window(io.RawIOBase):
+    """Memory as a file, without a copy."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._at = content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, len(self._content))[whence]
+        return self._at
+
+    def readinto(self, memory: Any) -> int:
+        piece = self._content[self._at : self._at + len(memory)]
+        memory[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
+
+
+def check_tiles(shape: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
+    """Raise a ValueError if boxes do not lie one behind the other, from the first element on."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    ranges = []
+    for chunk in chunks:
+        begin, last = 0, 0
+        for offset, size, most, stride in zip(
+            chunk.offsets, chunk.sizes, shape, strides, strict=True
+        ):
+            if not 0 <= offset <= offset + size <= most:
+                raise ValueError(f"a box of {tuple(shape)} ends at {offset + size}")
+            begin, last = begin + offset * stride, last + (offset + size - 1) * stride
+        count = math.prod(chunk.sizes)
+        if count and last - begin + 1 != count:
+            raise ValueError(f"a box of {tuple(shape)} has gaps")
+        ranges.append((begin, begin + count))
+    end = 0
+    for begin, stop in sorted(ranges):
+        if begin != end and begin != stop:
+            raise ValueError(f"elements {min(begin, end)} to {max(begin, end)} are not there once")
+        end = max(end, stop)
+    if end != math.prod(shape) or not chunks:
+        raise ValueError(f"elements {end} to {math.prod(shape)} are missing")
+
+
+class _Unpickler(pickle._Unpickler):  # noqa: SLF001 - see below
+    """Reads an index.
+
+    It is Python's own: C's makes room for as many entries as a number in the pickle says.
+    """
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = isinstance(getattr(torch, name, None), torch.dtype)
         if (module == "torch" and is_dtype) or (module, name) in _HARMLESS:
@@ -495,21 +641,20 @@ _HARMLESS = {
 
 
 def load_file(
-    file: Path,
+    file: IO[bytes],
+    path: Path,
     *,
     map_location: Any = None,
     weights_only: bool | None = None,
     mmap: bool = False,
-    content: BytesIO | None = None,
 ) -> Any:
-    """As `torch.load`, of a file or its `content`; CheckpointError: it is none, or forbidden."""
-    is_zip = zipfile.is_zipfile(content or file)
+    """As `torch.load`, of an open file; CheckpointError with `path`: it is none, or forbidden."""
+    is_zip = zipfile.is_zipfile(file)
     mmap = mmap and is_zip  # torch's old format is none
-    if content is not None:
-        content.seek(0)
+    file.seek(0)
     try:
         return torch.load(
-            content or file,
+            name_of(file) if mmap else file,
             map_location=map_location,
             weights_only=weights_only is not False,  # None is what the caller does not decide
             mmap=mmap,
@@ -518,14 +663,14 @@ def load_file(
         raise
     except Exception as error:
         if not is_zip:
-            raise unreadable(file, "it is not in torch's format") from error
+            raise unreadable(path, "it is not in torch's format") from error
         if isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
-                f"The checkpoint {file} holds objects whose reading could run code: {error} If you "
+                f"The checkpoint {path} holds objects whose reading could run code: {error} If you "
                 "trust who wrote it, read it with weights_only=False (an argument of Trainer.fit), "
                 "or merge it with roundpipe-merge --trust."
             ) from error
-        raise unreadable(file, f"{type(error).__name__}: {error}") from error
+        raise unreadable(path, f"{type(error).__name__}: {error}") from error
 
 
 def unreadable(path: Path, reason: str) -> CheckpointError:

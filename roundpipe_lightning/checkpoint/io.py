@@ -47,7 +47,7 @@ from roundpipe_lightning.checkpoint.snapshot import (
     write_records,
 )
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
-from roundpipe_lightning.files import find_damage, replaced_file
+from roundpipe_lightning.files import DigestWriter, find_damage, replaced_file
 
 __all__ = ["RoundPipeAsyncCheckpointIO", "RoundPipeCheckpointIO", "merge_checkpoint"]
 
@@ -306,8 +306,9 @@ def _write(path: Path, content: Part | Sequence[Record], *, take: TakeStorage) -
             write_folder(content, path, take=take)
             return
         make_place(path)
-        with replaced_file(path) as file:
-            write_records(content, file, take=take)
+        with replaced_file(path) as file, DigestWriter(file) as written:
+            write_records(content, written, take=take)
+            written.end_zip()
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint {path} could not be written: {error.strerror or error}. "
@@ -346,15 +347,16 @@ def read_checkpoint(
     """
     if path.is_dir():
         return Folder(path, map_location=map_location, weights_only=weights_only).read()
-    if not path.exists():
+    if not path.is_file():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    damage = find_damage(path)
-    if damage is not None:
-        raise unreadable(path, damage)
-    mmap = sys.platform != "win32"  # which replaces no file that is mapped
-    checkpoint: dict[str, Any] = load_file(
-        path, map_location=map_location, weights_only=weights_only, mmap=mmap
-    )
+    with path.open("rb") as file:  # once: another may take its place meanwhile
+        damage = find_damage(file)
+        if damage is not None:
+            raise unreadable(path, damage)
+        mmap = sys.platform != "win32"  # which replaces no file that is mapped
+        checkpoint: dict[str, Any] = load_file(
+            file, path, map_location=map_location, weights_only=weights_only, mmap=mmap
+        )
     return checkpoint
 
 

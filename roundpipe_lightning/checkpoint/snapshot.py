@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import torch
+
+from roundpipe_lightning.files import DigestWriter
 
 Storage = torch.UntypedStorage
 TakeStorage = Callable[[Storage], AbstractContextManager[Storage]]
@@ -57,7 +59,7 @@ def record(content: Any) -> tuple[Record, ...]:
     return tuple(recorder.records)
 
 
-def write_records(records: Sequence[Record], file: IO[bytes], *, take: TakeStorage) -> None:
+def write_records(records: Sequence[Record], file: DigestWriter, *, take: TakeStorage) -> None:
     """Write what `torch.load` reads into an empty file; OSError: the file could not be written."""
     keeper = _ErrorKeepingFile(file)
     try:
@@ -77,7 +79,7 @@ def write_records(records: Sequence[Record], file: IO[bytes], *, take: TakeStora
 class _ErrorKeepingFile:
     """A file that keeps its write error."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: DigestWriter) -> None:
         self._file = file
         self.error: OSError | None = None
 

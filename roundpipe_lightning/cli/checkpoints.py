@@ -22,14 +22,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from roundpipe_commands import EXIT_BAD_INPUT, explain, for_export
 from roundpipe_lightning.checkpoint.compatibility import check_versions, left_out, load_state
-from roundpipe_lightning.checkpoint.folder import check_form, is_checkpoint_folder
+from roundpipe_lightning.checkpoint.folder import Folder, check_form, is_checkpoint_folder
 from roundpipe_lightning.checkpoint.io import read_checkpoint
 from roundpipe_lightning.cli.build import find_checkpoint
 from roundpipe_lightning.cli.objects import build, read_adapters, run_explained
 from roundpipe_lightning.cli.run_folder import SavedRun, find_run, is_run
 from roundpipe_lightning.cli.train import write_card
 from roundpipe_lightning.engine.device.host_memory import check_host_memory
-from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
+from roundpipe_lightning.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ModelSourceError,
+    RoundPipeError,
+)
 from roundpipe_lightning.models.export import (
     ExportOptions,
     check_replaceable,
@@ -46,11 +51,34 @@ from roundpipe_lightning.strategy.strategy import CHECKPOINT_VERSION, RoundPipeS
 
 
 def run(config: DictConfig) -> int:
-    result = run_explained(export, config)
+    result = run_explained(verify if config.verify is True else export, config)
     if isinstance(result, int):
         return result
     sys.stdout.write(f"{result}\n")
     return 0
+
+
+def verify(config: DictConfig) -> int:
+    """Say which checkpoints of a run are whole, or whether one is; return the exit status."""
+    chosen = Path(str(config.ckpt_path)).expanduser()
+    checkpoint = Path(str(find_checkpoint(config)))
+    paths = [checkpoint]
+    if chosen.is_dir() and not is_checkpoint_folder(chosen):
+        paths = sorted(checkpoint.parent.glob("*.ckpt"))
+    faults = [_fault(path) for path in paths]
+    return EXIT_BAD_INPUT if any(faults) else 0
+
+
+def _fault(path: Path) -> CheckpointError | None:
+    """Print whether a checkpoint is whole, and return what is wrong with it."""
+    try:
+        content = Folder(path).checkpoint if path.is_dir() else read_checkpoint(path)
+        check_versions(content, path=path, form=CHECKPOINT_VERSION)
+    except CheckpointError as error:
+        sys.stdout.write(f"{path}: not whole. {error}\n")
+        return error
+    sys.stdout.write(f"{path}: whole, after {content.get('global_step')} steps\n")
+    return None
 
 
 def export(config: DictConfig) -> Path:

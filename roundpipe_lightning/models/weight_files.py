@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.store.flat_buffers import MappedParameter, is_mapped
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
-from roundpipe_lightning.files import checksum, find_damage
+from roundpipe_lightning.files import checksum, find_damage, name_of
 
 MARKER = "roundpipe_export.json"
 """A file that says that the folder is an export, so that the next one may replace it. It has the
@@ -263,13 +263,17 @@ def _open(file: Path, *, views: bool) -> Any:
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
-    damage = find_damage(file)
-    if damage is not None:
-        raise _damaged(file, damage)
     try:
-        state = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-        )
+        with file.open("rb") as opened:
+            damage = find_damage(opened)
+            if damage is not None:
+                raise _damaged(file, damage)
+            state = torch.load(
+                name_of(opened),
+                map_location="cpu",
+                weights_only=True,
+                mmap=zipfile.is_zipfile(opened),
+            )
     except pickle.UnpicklingError as error:
         raise ModelSourceError(
             f"{file} is a pickle that holds other objects than tensors. Reading it would run code "

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import roundpipe_commands
+from roundpipe_lightning.checkpoint.io import Form, RoundPipeCheckpointIO
 from roundpipe_lightning.cli.checkpoints import export
 from roundpipe_lightning.cli.run_folder import SavedRun, claim, find_run, mark_run
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules.source import byte_level_tokenizer
 from tests.kit.programs import run_program
 from tests.kit.runs import composed, run_here, train_small
+from tests.lightning.test_checkpoint import flip_bit
 
 
 @pytest.fixture(scope="module")
@@ -318,3 +321,26 @@ def test_a_resume_that_is_refused_changes_nothing(
     before = contents(run)
     run_here(tmp_path, "hydra.run.dir=run", *words, status=2)
     assert contents(run) == before
+
+
+@pytest.mark.parametrize("form", ["file", "distributed"])
+def test_checkpoints_are_looked_through(run: Path, tmp_path: Path, form: Form) -> None:
+    checkpoints = run / "checkpoints"
+    content = torch.load(checkpoints / "last.ckpt", weights_only=True)
+    best = checkpoints / "best.ckpt"
+    RoundPipeCheckpointIO(form=form).save_checkpoint(content, best)
+    words = ("verify=true", f"ckpt_path={run}")
+    done = run_program(roundpipe_commands.export, tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    names = ("best", "last")
+    whole = [f"{checkpoints / name}.ckpt: whole, after 1 steps" for name in names]
+    assert done.stdout.splitlines() == whole
+    flip_bit(best if form == "file" else next(best.glob("*.distcp")))
+    done = run_program(roundpipe_commands.export, tmp_path, *words)
+    assert done.returncode == 2
+    damaged, last = done.stdout.splitlines()
+    assert f"{best}: not whole. The checkpoint {best} cannot be read" in damaged
+    assert last == whole[1]
+    done = run_program(roundpipe_commands.export, tmp_path, words[0], f"ckpt_path={best}")
+    assert done.returncode == 2
+    assert done.stdout.splitlines() == [damaged]

@@ -2,6 +2,7 @@ import os
 import pickle
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from roundpipe_commands import merge as main
+from roundpipe_lightning.checkpoint.folder import Part
 from roundpipe_lightning.checkpoint.io import (
     Form,
     RoundPipeAsyncCheckpointIO,
     RoundPipeCheckpointIO,
     merge_checkpoint,
 )
+from roundpipe_lightning.engine.update.hosts_update import OwnedPart
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError
 from roundpipe_lightning.strategy.strategy import RoundPipeStrategy
 from tests.kit.resumption import plain
@@ -149,13 +153,13 @@ def _damage(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     {
-        "flipped": r"of its file host0-\w+-1.distcp, its entry archive/data/0 differs",
-        "truncated": r"its file host0-\w+-1.distcp is too short\. It is truncated",
+        "flipped": r"its file host0-\w+-1.distcp differs from its digest\. It is truncated",
+        "truncated": r"its file host0-\w+-1.distcp has [\d,]+ bytes instead of [\d,]+\. It",
         "missing": r"its file host0-\w+-1.distcp is missing",
         "link": r"its \.metadata leads to .*, which is outside of it",
-        "absolute": r"its \.metadata leads to .*, which is outside of it",
-        "above": r"its \.metadata leads to .*, which is outside of it",
-        "bad index": r"its parts do not fit",
+        "absolute": r"\.metadata names the file '/",
+        "above": r"\.metadata names the file '\.\./",
+        "bad index": r"\.metadata does not end as it was written",
         "no index": r"is a folder without \.metadata.*FSDP or DeepSpeed",
         "no structure": r"that another program wrote",
     }.items(),
@@ -167,6 +171,107 @@ def test_damaged_folders(tmp_path: Path, kind: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as error:
         RoundPipeCheckpointIO().load_checkpoint(path)
     assert "x.ckpt" in str(error.value)
+
+
+def _alter(index: Any, kind: str) -> None:
+    """Alter what an index says of one tensor, or of one place."""
+    name = next(name for name in index.state_dict_metadata if name.endswith("divided"))
+    entry = index.state_dict_metadata[name]
+    chunks, first = entry.chunks, entry.chunks[0]
+    place = index.storage_data[MetadataIndex(name, first.offsets)]
+    other = next(key for key in index.storage_data if key.fqn.endswith("embedding"))
+    longer = torch.Size([first.sizes[0] + 1, *first.sizes[1:]])
+    if kind == "dropped":
+        chunks.pop()
+    elif kind == "doubled":
+        chunks.append(first)
+    elif kind == "moved":
+        moved = ChunkStorageMetadata(torch.Size([1, 0]), first.sizes)
+        index.storage_data[MetadataIndex(name, moved.offsets)] = place
+        chunks[0] = moved
+    elif kind == "cut":
+        entry.size = torch.Size([entry.size[0] - 1, entry.size[1]])
+    elif kind == "longer":
+        chunks[0] = ChunkStorageMetadata(first.offsets, longer)
+    elif kind == "larger":
+        entry.size = torch.Size([entry.size[0] + 1, entry.size[1]])
+    elif kind == "another dtype":
+        entry.properties.dtype = torch.int32
+    elif kind == "half":
+        entry.properties.dtype = torch.float16
+    elif kind == "another place":
+        index.storage_data[MetadataIndex(name, first.offsets)] = index.storage_data[other]
+    elif kind == "before the file":
+        place.offset = -64
+    else:
+        place.length = 1 << 62
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("dropped", "doubled", "moved", "cut", "longer", "larger", "another dtype", "half"),
+        *("another place", "before the file", "behind the file"),
+    ],
+)
+def test_an_index_that_was_altered_is_refused_without_its_digest(tmp_path: Path, kind: str) -> None:
+    """As whoever alters it may write the digests anew."""
+    path, divided = tmp_path / "x.ckpt", torch.randn(40, 60)
+    content = {"state_dict": {"divided": divided, "embedding": torch.randn(1000)}}
+    middle = divided.numel() // 2 + 7
+    owned = [
+        OwnedPart(whole=divided, start=start, values=divided.view(-1)[start:stop])
+        for start, stop in ((0, middle), (middle, divided.numel()))
+    ]
+    parts = [
+        Part(content, owned=[part], rank=rank, max_file_bytes=9000)
+        for rank, part in enumerate(owned)
+    ]
+    path.mkdir()
+    files = [file for part in parts for file in part.write(path, version="0", take=nullcontext)]
+    metadata = path / ".metadata"
+    metadata.write_bytes(parts[0].metadata(files))
+    assert torch.equal(_folder().load_checkpoint(path)["state_dict"]["divided"], divided)
+    index = FileSystemReader(path).read_metadata()
+    metadata.write_bytes(pickle.dumps(index))
+    with pytest.warns(UserWarning, match="has no digests"):
+        assert torch.equal(_folder().load_checkpoint(path)["state_dict"]["divided"], divided)
+    _alter(index, kind)
+    metadata.write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"x\.ckpt cannot be read"):
+        _folder().load_checkpoint(path)
+    with pytest.raises(CheckpointError, match=r"x\.ckpt cannot be read"):
+        merge_checkpoint(path, tmp_path / "one.ckpt")
+
+
+def test_the_file_of_another_save_is_refused(tmp_path: Path) -> None:
+    path, other = tmp_path / "x.ckpt", tmp_path / "y.ckpt"
+    for value, folder in ((1.0, path), (2.0, other)):
+        _folder().save_checkpoint(_checkpoint(value), folder)
+    files = (next(folder.glob("host0-*-1.distcp")) for folder in (path, other))
+    here, there = files
+    here.write_bytes(there.read_bytes())
+    with pytest.raises(CheckpointError, match="differs from its digest"):
+        RoundPipeCheckpointIO().load_checkpoint(path)
+
+
+@pytest.mark.parametrize("form", ["file", "distributed"])
+def test_no_flipped_bit_goes_unseen(tmp_path: Path, form: Form) -> None:
+    path = tmp_path / "x.ckpt"
+    RoundPipeCheckpointIO(form=form).save_checkpoint(_checkpoint(), path)
+    files = [path] if form == "file" else sorted(path.iterdir())
+    for file in files:
+        content = file.read_bytes()
+        for place in range(0, len(content) * 8, len(content) * 8 // 150):
+            flipped = bytearray(content)
+            flipped[place // 8] ^= 1 << place % 8
+            file.unlink()  # what is mapped stays as it is
+            file.write_bytes(flipped)
+            with pytest.raises(CheckpointError, match=r"x\.ckpt cannot be read: "):
+                RoundPipeCheckpointIO().load_checkpoint(path)
+        file.unlink()
+        file.write_bytes(content)
+    assert RoundPipeCheckpointIO().load_checkpoint(path)["epoch"] == 3
 
 
 @pytest.mark.parametrize("form", ["file", "distributed"])

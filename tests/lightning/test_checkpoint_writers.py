@@ -4,6 +4,7 @@ import os
 import secrets
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -44,6 +45,21 @@ def test_two_processes_save_to_one_path(form: str, tmp_path: Path) -> None:
             assert process.wait(300) == 0, process.stderr.read()
     check_whole(path)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("form", ["file", "distributed"])
+def test_what_is_read_beside_a_writer_is_of_one_save(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    with writer(path, form, 60) as process:
+        while not path.exists() and process.poll() is None:
+            time.sleep(0.01)
+        number = 0
+        while process.poll() is None:
+            check_whole(path)
+            number += 1
+        assert process.stderr is not None
+        assert process.returncode == 0, process.stderr.read()
+    assert number > 20
 
 
 def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
