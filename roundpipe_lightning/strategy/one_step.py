@@ -42,6 +42,8 @@ from roundpipe_lightning.strategy.step import InFlightBatch
 class OneStepRuntime(PipelineRuntime):
     """Runs training steps and evaluations by the driver, on CPU workers."""
 
+    _is_plain = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._resources = ExitStack()

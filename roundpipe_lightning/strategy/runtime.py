@@ -102,6 +102,9 @@ class PipelineRuntime:
             be kept, or the machine cannot hold the model. Nothing has been allocated then.
     """
 
+    _is_plain = False
+    """Whether steps go forward as a whole before they go backward."""
+
     def __init__(  # noqa: PLR0913 - all but one keyword-only
         self,
         module: LightningModule,
@@ -145,6 +148,7 @@ class PipelineRuntime:
             num_nodes=1 if hosts is None else hosts.num,
             accumulates=trainer.accumulate_grad_batches != 1,
             clips=bool(trainer.gradient_clip_val),
+            plain=self._is_plain,
         )
         self.plan = self.planner.first_plan()
         shares_memory = [device.shares_host_memory for device in devices]

@@ -45,7 +45,6 @@ class Route:
         blocks: The blocks in the order in which user code is expected to call them.
         forward: Stages of the forward pass, the first blocks first.
         backward: Stages of the backward pass, the last blocks first.
-        keeps_graphs: Whether the forward pass keeps its graphs, so that nothing is recomputed.
     """
 
     blocks: tuple[nn.Module, ...]
@@ -53,7 +52,6 @@ class Route:
     backward: tuple[PlannedStage, ...]
     num_microbatches: int
     num_workers: int
-    keeps_graphs: bool = False
 
     @classmethod
     def dealt(cls, *, num_microbatches: int, num_workers: int) -> Route:
@@ -152,3 +150,8 @@ class Unit:
     boundaries: set[Output] = field(default_factory=set)
     consumers: set[Unit] = field(default_factory=set)
     is_closed: bool = False
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether the forward pass keeps its graph, so that nothing is recomputed."""
+        return self.stage is not None and self.stage.keeps_graph

@@ -78,7 +78,7 @@ class StepWorker:
     def _run_forward(self, step: Step, call: Call, part: int) -> None:
         start = perf_counter()
         call.check_unwritten()
-        if call.unit is not None and step.route.keeps_graphs:
+        if call.unit is not None and call.unit.keeps_graph:
             key = (call.unit, part)
             graph = self._graphs.get(key)
             if graph is None:

@@ -81,7 +81,7 @@ class StepPlanner:
     Args:
         optimizers: The optimizers of the training; none for an evaluation.
         num_nodes: Hosts; None: as the machine says.
-        accumulates, clips: As of `TrainingJob`.
+        accumulates, clips, plain: As of `TrainingJob`.
         parameter_work: The function, or one that remembers what it has returned.
 
     Attributes:
@@ -106,6 +106,7 @@ class StepPlanner:
         num_nodes: int | None = None,
         accumulates: bool = False,
         clips: bool = False,
+        plain: bool = False,
         parameter_work: Callable[[nn.Module, Chain], WorkProfile] = parameter_work,
     ) -> None:
         self._module = module
@@ -127,7 +128,7 @@ class StepPlanner:
         self.machine = replace(self.machine, num_nodes=num_nodes or self.machine.num_nodes)
         if self.machine.num_nodes > 1 and options.memory_share != "auto":
             self.machine = replace(self.machine, memory_share=options.memory_share)
-        self._accumulates, self._clips = accumulates, clips
+        self._accumulates, self._clips, self._plain = accumulates, clips, plain
         rounds = precision.stochastic_rounding
         moves = optimizers and module.automatic_optimization and not computes_on_host
 
@@ -224,7 +225,7 @@ class StepPlanner:
             planned
             for planned in self._planned
             if planned.plan.num_microbatches == count
-            and planned.job.joined == (joined and count > 1)
+            and planned.job.joined == (joined and count > 1 and not self._plain)
             and _SMALLEST_SHARE * planned.size <= size <= planned.size
         ]
         if near:
@@ -387,7 +388,8 @@ class StepPlanner:
             timing=self._timing,
             hints=self._completed(hints, step, count, shape),
             effort=effort,
-            joined=step.is_joined and count > 1,
+            joined=step.is_joined and count > 1 and not self._plain,
+            plain=self._plain,
             accumulates=self._accumulates,
             clips=self._clips,
         )
@@ -404,7 +406,9 @@ class StepPlanner:
         because what room they leave is not known.
         """
         shares_memory = self.machine.shares_host_memory
-        if step.is_joined and count > 1:  # all pieces go forward before the loss is computed
+        if self._plain:
+            hints = replace(hints, round_size=count)
+        elif step.is_joined and count > 1:  # all pieces go forward before the loss is computed
             wanted = hints.recompute or RecomputePolicy
             policies = tuple(p for p in wanted if p is not RecomputePolicy.NONE)
             hints = replace(hints, recompute=policies, most_fused=0, round_size=count)
