@@ -79,6 +79,7 @@ class BlockForms:
         self._block_keys: dict[nn.Module, tuple[Snapshot, Hashable]] = {}
         self._verdicts: dict[Hashable, CallForm | MixedRowsError] = {}
         self._refused: dict[Hashable, str] = {}
+        self._mixed: dict[Hashable, tuple[str, str]] = {}  # calls that are to run whole
         self._forms: dict[Hashable, CallForm] = {}
         #: Blocks that run on the whole batch, and why.
         self.whole: dict[str, str] = {}
@@ -127,6 +128,7 @@ class BlockForms:
         if isinstance(verdict, NotABlockError):
             return replace(whole, reason=verdict.reason), key
         if isinstance(verdict, MixedRowsError):
+            self._mixed[key] = (name, verdict.reason)
             return whole, key
         rows = tuple(x.rows if isinstance(x, TensorForm) else None for x in verdict.results)
         form = CallForm(verdict.arguments, (), verdict.structure)
@@ -136,8 +138,17 @@ class BlockForms:
         return BlockForm(form, found, rows), key
 
     def learn(self, key: Hashable, form: CallForm) -> None:
-        """Keep the form of a call, whose sizes are known now."""
+        """Keep the form of a call, which has run: its sizes are known now."""
         self._forms[key] = form
+        name, reason = self._mixed.pop(key, ("", ""))
+        if name and name not in self.whole:  # one that raised on few rows has not raised on all
+            self.whole[name] = reason
+            warnings.warn(
+                f"Block {name!r} runs on the whole batch, not on microbatches: {reason}. Workers "
+                "share a batch only where its rows are independent.",
+                category=WholeBatchWarning,
+                stacklevel=2,
+            )
 
     def _block_key(self, snapshot: Snapshot) -> Hashable:
         known = self._block_keys.get(snapshot.block)
@@ -185,14 +196,6 @@ class BlockForms:
             self._warn_of_driver(name, error.reason)
             return error
         except MixedRowsError as error:
-            if name not in self.whole:
-                self.whole[name] = error.reason
-                warnings.warn(
-                    f"Block {name!r} runs on the whole batch, not on microbatches: {error.reason}. "
-                    "Workers share a batch only where its rows are independent.",
-                    category=WholeBatchWarning,
-                    stacklevel=2,
-                )
             return error
         return trial.form
 
