@@ -58,15 +58,6 @@ def test_examples_are_python_and_import_what_exists(document: str) -> None:
                 exec(compile(ast.Module([node], []), document, "exec"), {})
 
 
-def test_guides_are_short() -> None:
-    """Together at most 20,000 words: all pages but the reference and what was measured."""
-    settings = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")
-    guides = re.findall(r"(\w+)\.md", settings.partition("nav:")[2].partition("- Reference:")[0])
-    words = {guide: len(_text(guide).split()) for guide in guides}
-    assert words["troubleshooting"] <= 2000
-    assert sum(words.values()) <= 20000, words
-
-
 def _right_hand(document: str) -> list[str]:
     """The code in the last column of a page's tables "you wrote, you write"."""
     rows = re.findall(r"^\|.*\| ([^|]+) \|$", _text(document), flags=re.MULTILINE)

@@ -101,8 +101,9 @@ class BlockForms:
         context = CallContext.current("cpu")
         objects = [x for x in leaves if not isinstance(x, Tensor) and not is_plain(x)]
         reason = ""
-        if objects and not context.grad_enabled:
-            is_whole = True  # a cache of keys and values: the block fills the one that it is given
+        fills_objects = bool(objects) and not context.grad_enabled
+        if fills_objects:  # a cache of keys and values: its length decides on sizes
+            is_whole = True
         elif any(map(_has_tensors, objects)):
             reason = (
                 "it is given an object that holds tensors, which a recompute would find changed"
@@ -116,7 +117,7 @@ class BlockForms:
                 self._warn_of_driver(name, reason)
             self._refused[key] = reason
             return replace(whole, reason=reason), key
-        if key in self._forms:
+        if key in self._forms and not fills_objects:
             form = self._forms[key]
             return BlockForm(form, _rows_in(leaves, form) or num_rows), key
         if is_whole:

@@ -90,7 +90,9 @@ class LazyTensor(Tensor):
     def was_written(self) -> bool:
         """Whether user code has changed or hooked the values: later calls must take these."""
         whole = self.whole
-        if self.has_hooks or (whole is not None and whole._version > 0):
+        if self.has_hooks:
+            return True
+        if whole is not None and not whole.is_inference() and whole._version > 0:
             return True
         if self.base is not None and self.base[0].was_written:
             return True
