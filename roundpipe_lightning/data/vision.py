@@ -203,8 +203,8 @@ def _is_path(image: str) -> bool:
 
 
 def _image(given: Any, place: str) -> Any:
-    """An image in memory, as three colours: of a path, bytes or an image; else a DataError."""
-    from PIL import Image
+    """An image in memory, upright and as three colours; a DataError: it cannot be read."""
+    from PIL import Image, ImageOps
 
     source: Any = given.get("bytes") or given.get("path") if isinstance(given, Mapping) else given
     shown = "in the record" if isinstance(source, bytes) else repr(str(source))
@@ -220,9 +220,9 @@ def _image(given: Any, place: str) -> Any:
         if isinstance(source, bytes):
             source = io.BytesIO(source)
         if isinstance(source, Image.Image):
-            return source.convert("RGB")
+            return ImageOps.exif_transpose(source).convert("RGB")
         with Image.open(source) as image:
-            return image.convert("RGB")
+            return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, ValueError, AttributeError, Image.DecompressionBombError) as error:
         raise DataError(
             f"{place}: the image {shown} cannot be read ({error}). Mend or remove it; paths are "

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 import roundpipe_commands as commands
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.data import VisionDataModule
+from roundpipe_lightning.data.vision import _image
 from roundpipe_lightning.errors import ConfigurationError, DataError
 from roundpipe_lightning.modules import ProcessorSource
 from roundpipe_lightning.planning.model.hardware import config_folder
@@ -98,6 +99,27 @@ def test_an_image_that_cannot_be_read_is_named(folder: Path, record: Any, messag
     (folder / "cut.png").write_bytes((folder / "red.png").read_bytes()[:60])
     with pytest.raises(DataError, match=rf"seen\.jsonl, line 2: .*{message}"):
         make(folder, asked("No."), record).setup()
+
+
+@pytest.mark.parametrize(
+    ("orientation", "turn"),
+    [(1, None), (2, "FLIP_LEFT_RIGHT"), (3, "ROTATE_180"), (6, "ROTATE_90"), (8, "ROTATE_270")],
+)
+def test_a_turned_photo_is_seen_upright(tmp_path: Path, orientation: int, turn: str | None) -> None:
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    upright = Image.new("RGB", (2, 3), "red")
+    upright.putpixel((0, 0), (0, 0, 255))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / "turned.png"
+    stored = upright if turn is None else upright.transpose(getattr(Image.Transpose, turn))
+    stored.save(path, exif=exif)
+    raw = path.read_bytes()
+    address = f"data:image/png;base64,{base64.b64encode(raw).decode()}"
+    for source in (path, str(path), raw, {"bytes": raw}, address, Image.open(path)):
+        assert _image(source, "p").tobytes() == load_image(str(path)).tobytes() == upright.tobytes()
 
 
 def test_settings_and_models_that_cannot_see_are_refused(folder: Path) -> None:
