@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -67,14 +68,16 @@ class TextDataModule(FileDataModule):
 
 
 def text_sample(text: str, tokenizer: Any, *, name: str) -> Sample:
-    """A text as tokens, with the token that ends it, which the tokenizer must have."""
+    """A text as the tokenizer writes it, with the token that ends it, which it must have."""
     if tokenizer.eos_token_id is None:
         raise ConfigurationError(
             f"The tokenizer {name} has no end-of-text token, so texts cannot be told apart. Set "
             "eos_token in its tokenizer_config.json."
         )
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return Sample.of([*ids, tokenizer.eos_token_id])
+    ids = list(tokenizer(text)["input_ids"])
+    return Sample.of(
+        ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
+    )
 
 
 def cut_windows(samples: Iterable[Sample], *, seq_len: int, keep_apart: bool) -> Iterator[Row]:
@@ -116,7 +119,8 @@ class ClassificationDataModule(FileDataModule):
     """Texts with a class: `{"text": "...", "label": "..."}` per line, or columns of a CSV file.
 
     Args:
-        classes: Names of the classes, in the order of their numbers. A label is a name or a number.
+        classes: Names of the classes, in the order of their numbers. A label is a name or, where no
+            name is one itself, a number; of two classes false is the first and true the second.
         field: Field of a record that has the text.
         label_field: Field of a record that has the class.
         options: The other arguments of `FileDataModule`.
@@ -125,17 +129,22 @@ class ClassificationDataModule(FileDataModule):
     def __init__(
         self,
         *,
-        classes: Sequence[str],
+        classes: Sequence[Any],
         field: str = "text",
         label_field: str = "label",
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if len(classes) < 2 or len(set(classes)) < len(classes):
+        self.classes = tuple(map(_class_name, classes))
+        if len(classes) < 2 or len(set(self.classes)) < len(classes):
             raise ConfigurationError(
                 f"data.classes={list(classes)}: name at least two classes, no name twice."
             )
-        self.classes = tuple(classes)
+        self._numbers = {name: number for number, name in enumerate(self.classes)}
+        if not any(re.fullmatch(r"-?\d+|true|false", name) for name in self.classes):
+            self._numbers |= {str(number): number for number in range(len(classes))}
+            if len(classes) == 2:
+                self._numbers |= {"false": 0, "true": 1}
         self.field = field
         self.label_field = label_field
 
@@ -152,14 +161,19 @@ class ClassificationDataModule(FileDataModule):
 
     def _label(self, record: Record) -> int:
         label = record.get(self.label_field)
-        if label in self.classes:
-            return self.classes.index(label)
-        if type(label) is int and label in range(len(self.classes)):
-            return label
-        raise DataError(
-            f"{record.place}: the field {self.label_field!r} is {label!r}, which is neither one of "
-            f"data.classes ({', '.join(self.classes)}) nor the number of one."
-        )
+        number = self._numbers.get(_class_name(label))
+        if number is None:
+            raise DataError(
+                f"{record.place}: the field {self.label_field!r} is {label!r}, which is neither "
+                f"one of data.classes ({', '.join(self.classes)}) nor the number of one."
+            )
+        return number
+
+
+def _class_name(label: Any) -> str:
+    """A class as a text, the same for the number 1, 1.0 and the text 1, and for true and True."""
+    text = re.sub(r"(?<=\d)\.0+$", "", str(label).strip())
+    return text.lower() if text.lower() in ("true", "false") else text
 
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
@@ -215,7 +229,7 @@ class TextFolder:
 
     def read(self, part: str) -> Iterator[Record]:
         with Path(part).open("rb") as file:
-            text = file.read(self.sizes[part]).decode(errors="replace")
+            text = file.read(self.sizes[part]).decode("utf-8-sig", errors="replace")
         if text.strip():
             yield Record(fields={"text": text}, place=part, part=part)
 

@@ -352,7 +352,7 @@ class SequenceClassificationModule(TransformersModule):
         self,
         source: ModelSource,
         *,
-        classes: Sequence[str],
+        classes: Sequence[Any],
         pad_token_id: int | None = None,
         **options: Any,
     ) -> None:
@@ -361,7 +361,7 @@ class SequenceClassificationModule(TransformersModule):
             raise ConfigurationError(
                 f"classes={list(classes)}: name at least two classes, no name twice."
             )
-        self.classes = tuple(classes)
+        self.classes = tuple(map(str, classes))
         self.pad_token_id = pad_token_id
 
     @override

@@ -7,9 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from roundpipe_lightning.data import (
     ByteDataModule,
+    ChatDataModule,
     ClassificationDataModule,
     TextDataModule,
     TextFolder,
@@ -17,7 +19,7 @@ from roundpipe_lightning.data import (
 from roundpipe_lightning.data.samples import Padding, Sample, as_row, packed_row, packed_rows
 from roundpipe_lightning.data.text import find_files
 from roundpipe_lightning.errors import ConfigurationError, DataError
-from roundpipe_lightning.modules import TokenizerSource
+from roundpipe_lightning.modules import TokenizerSource, byte_level_tokenizer
 
 LINES = [f"{number:02}" * 5 for number in range(20)]  # 10 bytes each, 11 tokens with the end
 
@@ -50,6 +52,25 @@ def test_texts_in_a_window_are_kept_apart(tmp_path: Path) -> None:
     starts = batch["position_ids"] == 0
     assert (batch["labels"][starts] == -100).all()
     assert torch.equal(batch["labels"][~starts], batch["input_ids"][~starts])
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_texts_begin_and_end_as_the_tokenizer_writes_them(tmp_path: Path, chat: bool) -> None:
+    made = byte_level_tokenizer()
+    made.add_special_tokens({"bos_token": "<bos>"})
+    begin, end = ("<bos>", made.bos_token_id), ("<|im_end|>", made.eos_token_id)
+    for number, single in enumerate(["<bos> $A", "<bos> $A <|im_end|>"]):
+        made.backend_tokenizer.post_processor = TemplateProcessing(
+            single=single, special_tokens=[begin, end]
+        )
+        made.save_pretrained(tmp_path / f"{number}")
+        source = TokenizerSource(name=str(tmp_path / f"{number}"))
+        (tmp_path / "a.txt").write_text("ab")
+        options: Any = {"files": [str(tmp_path / "a.txt")], "tokenizer": source, "batch_size": 1}
+        options |= {"seq_len": 4, "validation_share": 0}
+        data = ChatDataModule(**options, packing=False) if chat else TextDataModule(**options)
+        data.setup()
+        assert made.decode(data.train_rows[0]["input_ids"]) == "<bos>ab<|im_end|>"
 
 
 def test_texts_may_see_each_other(tmp_path: Path) -> None:
@@ -158,7 +179,9 @@ def test_a_csv_file_will_do(tmp_path: Path) -> None:
     [
         ({"text": "x", "label": "meh"}, r"'label' is 'meh', which is neither .*\(bad, good\)"),
         ({"text": "x", "label": 2}, r"'label' is 2, which is neither"),
-        ({"text": "x", "label": True}, r"'label' is True, which is neither"),
+        ({"text": "x", "label": 0.5}, r"'label' is 0\.5, which is neither"),
+        ({"text": "x", "label": None}, r"'label' is None, which is neither"),
+        ({"text": "cut \ud83d", "label": "bad"}, r"half of a character.*'cut \\ud83d'\. Mend"),
         ({"text": "x"}, r"there is no field 'label'.*'text'"),
         ({"label": "bad"}, r"there is no field 'text'"),
         ({"text": "", "label": "bad"}, r"the field 'text' is empty"),
@@ -168,6 +191,32 @@ def test_a_csv_file_will_do(tmp_path: Path) -> None:
 def test_a_text_that_cannot_be_used_is_named(tmp_path: Path, record: Any, message: str) -> None:
     with pytest.raises(DataError, match=rf"texts\.jsonl, line 11: .*{message}"):
         make_classes(write(tmp_path, *TEXTS, record)).setup()
+
+
+@pytest.mark.parametrize(
+    ("classes", "labels", "numbers"),
+    [
+        (["bad", "good"], ["good", 1, "1", 1.0, True, "True", 0, False], [1] * 6 + [0, 0]),
+        ([0, 1], ["1", 1, 1.0, "0", 0], [1, 1, 1, 0, 0]),
+        ([1, 2], ["1", 2, 1], [0, 1, 0]),  # names that are numbers are names
+        ([True, False], ["true", False, "False"], [0, 1, 1]),
+        (["a", "b", "c"], ["2", 0, "b"], [2, 0, 1]),
+    ],
+)
+def test_a_class_is_a_name_or_a_number(
+    tmp_path: Path, classes: list[Any], labels: list[Any], numbers: list[int]
+) -> None:
+    path = write(tmp_path, *({"text": "x", "label": label} for label in labels))
+    table = tmp_path / "texts.csv"
+    table.write_text("text,label\n" + "".join(f"x,{label}\n" for label in labels))
+    for each in (path, table):
+        data = make_classes(each, classes=classes, validation_share=0, batch_size=1)
+        data.setup()
+        assert [int(row["labels"]) for row in data.train_rows] == numbers
+    for wrong in (0, "0"):
+        if "1" in map(str, classes) and "0" not in map(str, classes):
+            with pytest.raises(DataError, match=r"which is neither one of data\.classes \(1, 2\)"):
+                make_classes(write(tmp_path, {"text": "x", "label": wrong}), classes=[1, 2]).setup()
 
 
 def test_long_texts_can_be_dropped_or_cut(tmp_path: Path) -> None:
