@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roundpipe_lightning.data.records import Record, suffix_of
+from roundpipe_lightning.data.records import Record, check_characters, suffix_of
 from roundpipe_lightning.errors import ConfigurationError, DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -107,8 +107,8 @@ class Forms:
 
     def read(self, record: Record) -> Content:
         """The content of a record; DataError: its form is not known, not wanted, or another one."""
-        own = record.fields
-        renamed = {name: record.get(given) for name, given in self.names.items()}
+        own = {name: _without_null(value) for name, value in record.fields.items()}
+        renamed = {name: _without_null(record.get(given)) for name, given in self.names.items()}
         fields = _Watched({**own, **renamed})
         record = Record(fields=fields, place=record.place, part=record.part)
         first, place, _ = self.found.get(record.part, (None, "", ""))
@@ -129,6 +129,7 @@ class Forms:
             )
         fields.seen.clear()
         content = form.read(record)
+        check_characters(vars(content), place=record.place)
         unread = own.keys() - fields.seen - set(self.names.values()) - _VERDICT
         self.found.setdefault(record.part, (form, record.place, ", ".join(sorted(unread))))
         verdicts = (str(record.fields.get(name)).strip().lower() for name in _VERDICT)
@@ -226,6 +227,8 @@ def _message(given: Any, number: int, place: str) -> Message:
             )
     if _DETAIL in message:
         raise _partial_flag(_DETAIL, number, place)
+    if message.get("tool_calls"):
+        message["tool_calls"] = _as_calls(message["tool_calls"], f"{place}: message {number}")
     content: Any = message.get("content")
     if _is_list(content):
         message["content"] = content = _join_parts(content, message, number, place)
@@ -268,15 +271,32 @@ def _join_parts(content: Any, message: dict[str, Any], number: int, place: str) 
 
 
 def _as_calls(value: Any, place: str) -> list[dict[str, Any]]:
-    """Calls of tools, a JSON object or a list of them, as chat templates take them."""
-    found = _from_json(value)
-    calls = list(found) if _is_list(found) else [found]
-    for call in calls:
-        if not isinstance(call, Mapping) or "name" not in call:
+    """Calls of tools, a JSON object or a list of them, as chat templates take them.
+
+    Arguments stay as they are written, an object or its JSON: templates differ in what they take.
+    """
+    listed = _from_json(value)
+    calls = []
+    for call in listed if _is_list(listed) else [listed]:
+        call = _from_json(call)
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or "name" not in function:
             raise DataError(
                 f"{place} has a call of a tool that is no JSON object with a 'name': {call!r}."
             )
-    return [{"type": "function", "function": call} for call in calls]
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and not isinstance(read_arguments(arguments), Mapping):
+            raise DataError(
+                f"{place} calls the tool {function['name']!r} with arguments that are no JSON "
+                f"object: {arguments[:60]!r}. Mend or remove the record."
+            )
+        calls.append({"type": "function", **(call if "function" in call else {"function": call})})
+    return calls
+
+
+def read_arguments(arguments: Any) -> Any:
+    """The arguments of a call as an object where they are its JSON; an empty text says none."""
+    return _from_json(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
 
 
 def _part(part: Any, number: int, place: str) -> dict[str, Any]:
@@ -375,6 +395,17 @@ class _Watched(UserDict[str, Any]):
         return super().__getitem__(name)
 
 
+def _without_null(value: Any) -> Any:
+    """A value without the null entries of its objects.
+
+    Columns of Parquet files and data sets give every row the keys of all rows, null where a row
+    has none: they would be learned as arguments of calls and as properties of tools.
+    """
+    if isinstance(value, Mapping):
+        return {name: _without_null(each) for name, each in value.items() if each is not None}
+    return [_without_null(each) for each in value] if _is_list(value) else value
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
@@ -419,7 +450,7 @@ def _turns(turns: Any, record: Record) -> list[Message]:
         calls = [call] if isinstance(call, Mapping) else call
         if speaker == "function_call" and _is_list(calls):
             message = {"role": "assistant", "content": ""}
-            message["tool_calls"] = _as_calls(calls, f"{record.place}: turn {number}")
+            message["tool_calls"] = calls
         flags = {name: turn[name] for name in (*_FLAGS, _DETAIL) if name in turn}
         messages.append({**message, **flags})
     return messages
@@ -521,7 +552,10 @@ def _conversation(record: Record, given: Any) -> Content:
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     messages = _with_images(record, messages)
-    return Content(messages=messages, tools=_from_json(record.fields.get("tools")) or None)
+    tools: Any = _from_json(record.fields.get("tools")) or None
+    if _is_list(tools):
+        tools = [_from_json(tool) for tool in tools]
+    return Content(messages=messages, tools=tools)
 
 
 _KINDS = {

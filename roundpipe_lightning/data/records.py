@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import csv
 import json
+import lzma
 import math
 import re
+import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +55,29 @@ class Record:
             raise DataError(
                 f"{self.place}: the field {name!r} is empty. Remove the sample or give it a text."
             )
+        check_characters(value, place=self.place)
         return value
+
+
+def check_characters(value: Any, *, place: str) -> None:
+    """Raise a DataError if a text in a value has half of a character, which no tokenizer takes.
+
+    JSON can write one, where a text was cut between the two escapes of an emoji.
+    """
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            around = value[max(0, error.start - 20) : error.end + 20]
+            raise DataError(
+                f"{place}: a text has half of a character, a lone surrogate: {around!a}. Mend "
+                "or remove the record."
+            ) from error
+    elif isinstance(value, Sequence) and not isinstance(value, bytes):
+        for each in value:
+            check_characters(each, place=place)
 
 
 class RecordSource(Protocol):
@@ -159,7 +183,7 @@ class RecordFiles:
                 f"{path}, line {line}: this is not a text in UTF-8 ({error.reason}). Convert the "
                 f"file: iconv -f {coding} -t utf-8 {path}"
             ) from error
-        except (OSError, EOFError, csv.Error) as error:
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise DataError(f"{path}: this file cannot be read: {error}.") from error
 
 
@@ -255,6 +279,7 @@ Fields = tuple[Mapping[str, Any], str]
 def _json_lines(path: Path) -> Iterator[Fields]:
     with _open(path, mode="rt", newline="\n", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
+            line = line.lstrip("\ufeff")  # of a file that was put behind another one
             if line.strip():
                 place = f", line {number}"
                 if number == 1 and line.lstrip()[:1] == "[":  # a list under this name
@@ -274,7 +299,7 @@ def _json(path: Path) -> Iterator[Fields]:
     """A list of objects, an object with such a list, or objects one after another."""
     with _open(path, mode="rt", encoding="utf-8-sig") as file:
         text = file.read()
-    space, decoder = re.compile(r"[\s,]*"), json.JSONDecoder()
+    space, decoder = re.compile(r"[\s,\ufeff]*"), json.JSONDecoder()
 
     def after_space(at: int) -> int:
         found = space.match(text, at)
@@ -318,16 +343,25 @@ def _comma_separated(path: Path) -> Iterator[Fields]:
     with _open(path, mode="rt", newline="", encoding="utf-8-sig") as file:
         names = file.readline()
         file.seek(0)
-        reader = csv.DictReader(file, delimiter=max(",;\t", key=names.count))
-        for fields in reader:
-            place = f", line {reader.line_num}"
-            if None in fields or None in fields.values():
-                raise DataError(
-                    f"{path}{place}: this line has not as many fields as the first one, which "
-                    f"names {', '.join(map(repr, reader.fieldnames or ()))}. Quote fields that "
-                    "have a comma in them."
-                )
-            yield fields, place
+        reader = csv.DictReader(file, delimiter=max(",;\t", key=names.count), strict=True)
+        begin = 1
+        try:
+            fieldnames = ", ".join(map(repr, reader.fieldnames or ()))
+            begin = reader.line_num + 1
+            for fields in reader:
+                if None in fields or None in fields.values():
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: this line has not as many fields as the "
+                        f"first one, which names {fieldnames}. Quote fields that have a comma in "
+                        "them."
+                    )
+                yield fields, f", line {reader.line_num}"
+                begin = reader.line_num + 1
+        except csv.Error as error:
+            raise DataError(
+                f"{path}, line {begin}: the row that begins here cannot be read ({error}). A field "
+                'that begins with a quote ends with one, and quotes in it are doubled: "a ""b"" c".'
+            ) from error
 
 
 def _parquet(path: Path) -> Iterator[Fields]:
@@ -344,7 +378,7 @@ def _parquet(path: Path) -> Iterator[Fields]:
 
 
 def _whole_text(path: Path) -> Iterator[Fields]:
-    with _open(path, mode="rt", encoding="utf-8") as file:
+    with _open(path, mode="rt", encoding="utf-8-sig") as file:
         yield {"text": file.read()}, ""
 
 

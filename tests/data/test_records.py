@@ -4,6 +4,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -53,6 +54,10 @@ def read(*paths: Path) -> list[Record]:
         ("a.csv", "text;label\none, two;x\n", [{"text": "one, two", "label": "x"}], 2),
         ("a.tsv", "text\tlabel\none\tx\n", [{"text": "one", "label": "x"}], 2),
         ("a.csv", "\ufefftext\na\n", [{"text": "a"}], 2),  # as Excel writes it
+        ("a.txt", "\ufeffa", [{"text": "a"}], None),
+        ("a.md.gz", "\ufeffa", [{"text": "a"}], None),
+        ("a.jsonl", '\ufeff{"text": "a"}\n\ufeff{"text": "b"}', [{"text": "a"}, {"text": "b"}], 2),
+        ("a.json", '\ufeff{"text": "a"}\n\ufeff{"text": "b"}', [{"text": "a"}, {"text": "b"}], 2),
         ("a.jsonl", '\ufeff[{"text": "a"}]', [{"text": "a"}], 1),  # a list under another name
         ("a.txt", "a\nb\n", [{"text": "a\nb\n"}], None),
         ("a.json", '[\n {"text": "a"},\n {"text":\n "b"}]', [{"text": "a"}, {"text": "b"}], 3),
@@ -131,6 +136,10 @@ def test_folders_and_patterns_are_read_by_name(tmp_path: Path) -> None:
             names(*paths)
 
 
+FLIPPED = bytearray(gzip.compress("".join(str(n * 7919) for n in range(500)).encode()))
+FLIPPED[60] ^= 255
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -149,8 +158,16 @@ def test_folders_and_patterns_are_read_by_name(tmp_path: Path) -> None:
         ("a.json", b'[{"a": 1}, 3]', r"a\.json, line 1, item 2: this is a value of type int"),
         ("a.json", b'[{"a": 1},\n 3]', r"a\.json, line 2: this is a value of type int"),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz: this file cannot be read: Not a gzipped"),
+        ("a.jsonl.gz", FLIPPED, r"a\.jsonl\.gz: this file cannot be read: Error -3 while deco"),
+        ("a.jsonl.xz", b"\xfd7zXZ\0xxxx", r"a\.jsonl\.xz: this file cannot be read"),
+        ("a.jsonl.bz2", b"BZh91AY&SYxxxx", r"a\.jsonl\.bz2: this file cannot be read"),
         ("a.parquet", b"PAR1PAR1", r"a\.parquet: this is no Parquet file"),
         ("a.csv", b"text,label\none,x,y", r"line 2: .*'text', 'label'.*Quote fields"),
+        ("a.csv", b'label,text\ngood,"a\nbad,b\n', r"line 2: the row that begins here.*doubled"),
+        ("a.csv", b'label;text\nx;y\nz;"a" b\n', r"line 3: the row that begins here"),
+        ("a.tsv", b'size\tname\n5\t"3/4\n6\tb\n', r"a\.tsv, line 2: the row that begins here"),
+        ("a.csv.gz", gzip.compress(b'text\n"a\nb\n'), r"line 2: the row that begins here"),
+        ("a.csv", b'"text\na\n', r"line 1: the row that begins here"),
         ("a.csv", b"text,label\none", r"line 2: .*'text', 'label'.*Quote fields"),
     ],
 )
@@ -299,6 +316,28 @@ def test_calls_of_tools_and_own_names_of_fields_are_read() -> None:
     assert forms("text", text="body").read(record({"body": "q"})).text == "q"
 
 
+def test_the_nulls_of_a_table_are_no_arguments(tmp_path: Path) -> None:
+    def asks(name: str, arguments: Any, properties: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        tool = {"name": name, "parameters": {"type": "object", "properties": properties}}
+        return {"messages": [ASKED, {**SAID, "tool_calls": [call]}], "tools": [tool]}
+
+    said = [
+        asks("move", {"x": 0, "to": {"a": 1}}, {"x": {"type": "number"}}),
+        asks("say", {"text": "hi", "to": {"b": 1}}, {"text": {"type": "string"}}),
+    ]
+    pq.write_table(pa.Table.from_pylist(said), tmp_path / "a.parquet")
+    data_set = datasets.Dataset.from_list(said)
+    for rows in (read(tmp_path / "a.parquet"), [record(row) for row in data_set]):
+        found = [forms("conversation").read(row) for row in rows]
+        assert [content.messages for content in found] == [row["messages"] for row in said]
+        assert [content.tools for content in found] == [row["tools"] for row in said]
+    kept = asks("say", '{"text": null}', {})
+    content = forms("conversation").read(record({**kept, "tools": [json.dumps(kept["tools"][0])]}))
+    assert content.messages == kept["messages"]
+    assert content.tools == kept["tools"]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -340,6 +379,17 @@ def test_calls_of_tools_and_own_names_of_fields_are_read() -> None:
             {"messages": [{"role": "assistant", "content": [{"type": "tool_call", "value": "x"}]}]},
             r"message 1 has a call of a tool that is no JSON object with a 'name': 'x'",
         ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x=1"}]}
+                ]
+            },
+            r"message 1 calls the tool 'f' with arguments that are no JSON object: 'x=1'\. Mend or",
+        ),
+        ({"messages": [{**ASKED, "content": "cut \ud83d"}]}, r"half of .*: 'cut \\ud83d'\. Mend"),
+        ({"messages": json.dumps([{**ASKED, "content": "\ud83d"}])}, r"half of a character"),
+        ({"messages": [ASKED, SAID], "tools": [{"name": "\udfff"}]}, r"half of a character"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_the_way_out(
