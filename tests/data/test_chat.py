@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
+from tokenizers.processors import ByteLevel
 
 from roundpipe_lightning.data import ChatDataModule, JudgedDataModule, PreferenceDataModule
 from roundpipe_lightning.data.chat import ConversationEncoder
@@ -152,6 +154,208 @@ def test_an_earlier_call_whose_reasoning_is_left_out_is_learned() -> None:
     assert predicted(THINKING, called) == "hm</think>(add)<|im_end|>"
     both = [*called, {"role": "tool", "content": "2"}, MESSAGES[2]]
     assert predicted(THINKING, both) == "(add)<|im_end|></think>yes<|im_end|>"
+
+
+CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{% for c in m.tool_calls or [] %}<{{ c.function.name }}>ARGUMENTS{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ c.function.arguments | tojson }}", '{"city": "Zürich"}'),
+        (
+            "{% for k, v in c.function.arguments | items %}{{ k + '=' + v }}{% endfor %}",
+            "city=Zürich",
+        ),
+        (
+            "{{ '`' + c.function.arguments + '`' }}",
+            '`{"city": "Zürich"}`',
+        ),  # DeepSeek-V3 wants text
+        ("{{ c.function.arguments }}", '{"city": "Zürich"}'),  # an object would be Python's repr
+    ],
+)
+@pytest.mark.parametrize("arguments", [{"city": "Zürich"}, '{"city": "Zürich"}'])
+def test_arguments_have_the_form_that_the_template_takes(
+    written: str, expected: str, arguments: Any
+) -> None:
+    function = {"name": "weather", "arguments": arguments}
+    call = {"type": "function", "function": function}
+    part = {"type": "tool_call", "value": json.dumps(function)}
+    template = CALLS.replace("ARGUMENTS", written)
+    made = tokenizer(template)
+    for answer in (
+        {"content": None, "tool_calls": [call]},
+        {"content": None, "tool_calls": json.dumps([call])},
+        {"tool_calls": [function]},
+        {"content": [part]},
+    ):
+        messages = check_messages([MESSAGES[1], {"role": "assistant", **answer}], place="p")
+        sample = ConversationEncoder(made, name="it")(messages, place="p")
+        learned = made.decode(sample.labels[sample.labels != -100])
+        assert learned == f"<weather>{expected}<|im_end|>"
+
+
+PARTS = (  # as Idefics 3 and SmolVLM have it
+    "{% for m in messages %}{{ m.role | capitalize }}:{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+MARKED_PARTS = (  # as Llava 1.5 has it
+    "{% for m in messages %}{{ m.role.upper() + ': ' }}"
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ part.text + ' ' }}{% endgeneration %}"
+    "{% else %}{{ part.text + ' ' }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"), [(PARTS, "a<|im_end|>"), (MARKED_PARTS, "a "), (None, "a<|im_end|>")]
+)
+def test_contents_have_the_form_that_the_template_takes(
+    template: str | None, expected: str
+) -> None:
+    made = tokenizer(template)
+    for wrap in (lambda text: text, lambda text: [{"type": "text", "text": text}]):
+        said = [{"role": role, "content": wrap("a")} for role in ("user", "assistant")]
+        sample = ConversationEncoder(made, name="it")(check_messages(said, place="p"), place="p")
+        assert made.decode(sample.labels[sample.labels != -100]) == expected
+
+
+def test_words_that_a_template_leaves_out_are_refused_or_counted() -> None:
+    silent = WITHOUT_MARKS.replace(
+        "m['content']", "(m['content'] if m['role'] != 'system' else '')"
+    )
+    with pytest.raises(DataError, match=r"write the content of message 1 \(system\), 'be kind'\."):
+        predicted(silent, MESSAGES)
+    beside = CALLS.replace("(m.content or '')", "('' if m.tool_calls else m.content)")
+    call = {"name": "add", "arguments": {}}
+    said: list[Any] = [MESSAGES[1], {**MESSAGES[2], "tool_calls": [call]}]
+    said.append({"role": "tool", "content": "2"})
+    said = [*said, MESSAGES[4], *MESSAGES[3:]]
+    said[-1] = {**said[-1], "reasoning": "hm"}
+    made = ConversationEncoder(
+        tokenizer(beside.replace("ARGUMENTS", "{{ m.thinking }}")), name="it"
+    )
+    with pytest.raises(DataError, match=r"message 6 has reasoning"):
+        made(check_messages(said, place="p"), place="p")
+    thinks = ConversationEncoder(tokenizer(THINKING), name="it")
+    earlier = [MESSAGES[1], {**MESSAGES[2], "reasoning": "hm"}, *MESSAGES[3:]]
+    thinks(check_messages(earlier, place="p"), place="p")
+    split = WITHOUT_MARKS.replace("m['content']", "m['content'].split('</think>')[-1]")
+    words = ConversationEncoder(tokenizer(split), name="it")
+    earlier[1] = {**MESSAGES[2], "content": "<think>hm</think>yes"}
+    words(check_messages(earlier, place="p"), place="p")
+    assert thinks.left_out == words.left_out == {"reasoning of earlier answers": 1}
+    with pytest.raises(
+        DataError, match=r"write the content of message 2 \(assistant\), '<think>hm"
+    ):
+        words(check_messages(earlier[:2], place="p"), place="p")
+    calls = ConversationEncoder(tokenizer(beside.replace("ARGUMENTS", "")), name="it")
+    calls(check_messages(said[:3], place="p"), place="p")
+    assert calls.left_out == {"words beside calls of tools": 1}
+
+
+GPT_OSS = (
+    "{% for m in messages %}{{ '<|start|>' + m.role + '<|message|>' + m.content }}"
+    "{% if m.role == 'assistant' and loop.last %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+PHI_3 = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+OLMO = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% else %}{{ BREAK }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+GLM = (
+    "{% for m in messages %}{% set role = 'observation' if m.role == 'tool' else m.role %}"
+    "{{ '<|' + role + '|>\n' }}"
+    "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
+    "</tool_call>{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TALK = [MESSAGES[1], MESSAGES[2], MESSAGES[3], MESSAGES[4]]
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (GPT_OSS, TALK, "<|message|>yes<|end|><|message|>no, two<|return|>"),
+        (PHI_3, TALK, "yes<|end|>no, two<|end|>\n<|im_end|>"),
+        (OLMO.replace("BREAK", "'\n'"), TALK, "yes\nno, two<|im_end|>"),
+        (OLMO.replace("BREAK", "''"), TALK, "yesno, two<|im_end|>"),
+        (GLM, TALK, "\nyes<|user|>\nno, two<|user|>"),
+        (GLM, TALK[:2], "\nyes<|user|>"),
+        (GLM, [TALK[0], {**TALK[1], "thinking": "hm"}], "\n<think>hm</think>yes<|user|>"),
+        (
+            GLM,
+            [TALK[0], CALL, {"role": "tool", "content": "1"}, TALK[1]],
+            "\n<tool_call>f</tool_call><|observation|>\nyes<|user|>",
+        ),
+        (GLM, [TALK[0], CALL], "\n<tool_call>f</tool_call><|observation|>"),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False], ids=["special tokens", "bytes"])
+def test_what_ends_an_answer_is_learned(
+    template: str, messages: Any, expected: str, known: bool, tmp_path: Path
+) -> None:
+    made = tokenizer(template)
+    names = ("start", "end", "message", "return", "user", "assistant", "observation")
+    if known:  # named among the added tokens alone
+        special = [AddedToken(f"<|{name}|>", special=True, normalized=False) for name in names]
+        made.add_tokens(special, special_tokens=True)
+        made.save_pretrained(tmp_path)
+        made = TokenizerSource(name=str(tmp_path)).load()
+    elif template is GPT_OSS:
+        pytest.skip("its endings are tokens")
+    sample = ConversationEncoder(made, name="it")(check_messages(messages, place="p"), place="p")
+    assert made.decode(sample.labels[sample.labels != -100]) == expected
+
+
+def test_a_template_that_ends_no_answer_is_refused() -> None:
+    for end in ("", "\n", "\n\n"):
+        template = (
+            "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content + END }}{% endfor %}"
+        )
+        with pytest.raises(ConfigurationError, match=r"^p: .* no token behind the last answer, so"):
+            predicted(template.replace("END", repr(end)), MESSAGES)
+
+
+def test_who_speaks_is_not_learned_without_a_generation_prompt() -> None:
+    template = (
+        "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    )
+    said = [user("?"), assistant("a")]
+    assert predicted(template, said) == "a<|im_end|>"
+    assert predicted(template, [*said, *said]) == "a<|im_end|>a<|im_end|>"
+
+
+@pytest.mark.parametrize("text", ["a b", "a  b", " a", "\ta\n b"])
+@pytest.mark.parametrize("trim", [True, False])
+def test_tokens_with_trimmed_offsets_lose_no_blanks(text: str, trim: bool) -> None:
+    made = tokenizer(WITHOUT_MARKS)
+    made.backend_tokenizer.post_processor = ByteLevel(trim_offsets=trim)
+    flagged: dict[str, Any] = {**user(text), "train": True}
+    for said in ([user("?"), assistant(text)], [flagged, assistant("?")]):
+        sample = ConversationEncoder(made, name="it")(said, place="p")
+        assert text + "<|im_end|>" in made.decode(sample.labels[sample.labels != -100])
+
+
+def test_a_template_without_an_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roundpipe_lightning.data.chat._TEMPLATE_SECONDS", 0.2)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ConfigurationError, match=r"^p: .*takes more than 0\.2 seconds"):
+        predicted(loops, MESSAGES)
+    for template, reason in (("{{ 1 / 0 }}", "division by zero"), ("{% for %}", "Expected an")):
+        with pytest.raises(DataError, match=rf"^p: .*refuses this conversation: {reason}"):
+            predicted(template, MESSAGES)
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
