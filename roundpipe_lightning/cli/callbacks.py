@@ -390,9 +390,13 @@ class MetricsFile(Logger):
                 with self.path.open(newline="", encoding="utf-8") as file:
                     reader = csv.DictReader(file)
                     earlier = list(reader)
-                    # a run that was killed may have done steps after its checkpoint
+                    # A run that was killed may have done steps after its checkpoint; one that goes
+                    # on with the validation of its last step begins with that step's row.
                     if self._trains and not self._columns:
-                        earlier = [row for row in earlier if int(row["step"]) < rows[0]["step"]]
+                        first = rows[0]["step"]
+                        same = (row for row in earlier if int(row["step"]) == first)
+                        rows[0] = {**next(same, {}), **rows[0]}
+                        earlier = [row for row in earlier if int(row["step"]) < first]
                     rows = [*earlier, *rows]
                     new = dict.fromkeys([*(reader.fieldnames or ()), *new])
             self._columns = list(new)

@@ -466,6 +466,27 @@ def test_metrics_share_the_line_of_their_step_also_after_a_resume(tmp_path: Path
     ]
 
 
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [[("train", 0), ("train", 1)], [("train", 2), ("val", 2)]],
+        [[("train", 0), ("train", 1), ("train", 2)], [("train", 1), ("train", 2)]],
+        [[("train", 0), ("train", 1), ("val", 1)], [("val", 1), ("train", 2)]],
+        [[("train", 0), ("train", 1)], [("val", 1), ("train", 2)]],
+        [[("train", 0)], [("val", 0), ("train", 1)], [("val", 1), ("train", 2)]],
+    ],
+    ids=["a step", "killed", "validated", "killed in a validation", "twice"],
+)
+def test_a_validation_that_was_due_keeps_the_row_of_its_step(tmp_path: Path, runs: Any) -> None:
+    for logged in runs:
+        metrics = MetricsFile(str(tmp_path))
+        for stage, step in logged:
+            metrics.log_metrics({f"{stage}_loss": 1.0}, step=step)
+            metrics.save()
+    rows = read(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows if row["train_loss"]] == ["0", "1", "2"]
+
+
 WHOLE: dict[str, Any] = {
     "tokens_per_second": 12345.6,
     "loss_first": 5.5512,
