@@ -123,7 +123,10 @@ class OddsRatioModule(PairModule):
 
     @override
     def loss(self, scores: Tensor) -> Tensor:
-        odds = scores - torch.log(-torch.expm1(scores))
+        # float32 rounds probabilities above 1 - 2**-25 to 1, whose odds are infinite and whose
+        # gradient is NaN: such an answer has the odds of the middle of what is rounded.
+        sure = scores.clamp(max=-(2.0**-26))
+        odds = scores - torch.log(-torch.expm1(sure))
         return preference_loss(odds[:, 0] - odds[:, 1]) * self.weight - scores[:, 0].mean()
 
 

@@ -167,6 +167,46 @@ def test_orpo_is_equation_6_of_its_paper() -> None:
     torch.testing.assert_close(module.loss(module(given)), torch.stack(losses).mean())
 
 
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "expected"),
+    [(5.0, 0.0, 0.046759), (20.0, 0.0, 0.0), (20.0, 20.0, 0.069315), (0.0, 20.0, 4.08)],
+)
+def test_orpo_is_finite_where_the_model_is_sure(
+    chosen: float, rejected: float, expected: float
+) -> None:
+    """Expected is the loss in 50 digits: float32 has 0 for the log-likelihood of a sure answer."""
+    module = OddsRatioModule(ModelSource(architecture=DEEP), optimizer=SGD, weight=0.1)
+    logits = torch.zeros(1, 2, 3, 8)
+    logits[0, 0, :, 3], logits[0, 1, :, 3] = chosen, rejected
+    logits.requires_grad_()
+    target = torch.full((6,), 3)
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 2), target, reduction="none")
+    loss = module.loss(-losses.reshape(1, 2, 3).mean(-1))
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, abs=5e-3)
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert (logits.grad[0, 0, :, 3] <= 0).all()  # the chosen answer is not made less likely
+
+
+@pytest.mark.parametrize("score", [-1e4, -100.0, 0.0, 100.0, 1e4])
+def test_other_losses_are_finite_at_extreme_scores(score: float) -> None:
+    """As TRL's sigmoid loss of DPO and its KTO loss: -log s(m) is -m, 0; 1 - s(m) is 1, 0."""
+    margins = torch.tensor([score], requires_grad=True)
+    loss = preference_loss(margins)
+    loss.backward()
+    assert loss.item() == pytest.approx(max(-score, 0.0) or (0.0 if score else 0.693147), abs=1e-5)
+    assert margins.grad is not None
+    assert -1 <= margins.grad.item() <= 0
+    module = KahnemanTverskyModule(ModelSource(architecture=DEEP), optimizer=SGD, beta=0.1)
+    rewards = torch.tensor([[score, 0.0]], requires_grad=True)
+    loss, _, _ = module.loss_of_rewards(rewards, torch.tensor([True]))
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 if not score else float(score < 0), abs=1e-5)
+    assert rewards.grad is not None
+    assert rewards.grad.isfinite().all()
+
+
 def test_kto_is_the_loss_of_its_paper() -> None:
     """As in TRL's `kto_loss`, whose ratios of likelihoods are these rewards / beta.
 
