@@ -289,6 +289,7 @@ class StreamLoader(DataLoader[Any]):
         self.stream.epoch, self.stream.starts = state["epoch"], state["workers"]
         self._num_started = state["epoch"] + 1
         self._history, reached = [state], list(state["workers"])
+        is_empty = state["workers"] == workers
         for worker, place, batch in super().__iter__():
             # the first process delivers first: the list begins with the one whose turn it is
             reached[worker] = place
@@ -296,7 +297,14 @@ class StreamLoader(DataLoader[Any]):
             ordered = [*reached[turn:], *reached[:turn]]
             self._history = [*self._history, {"epoch": state["epoch"], "workers": ordered}]
             self._history = self._history[-1 - self.num_ahead :]
+            is_empty = False
             yield batch
+        if is_empty:  # or a training would go through epoch after epoch without a step
+            shared = f" in each of the {count} processes (data.num_workers)" if count > 1 else ""
+            raise DataError(
+                f"{', '.join(self.stream.source.parts()[:2])}: the records of a whole epoch make "
+                f"no batch{shared}. Give more, or lower data.batch_size or data.run_records."
+            )
         self._history = [{"epoch": self._num_started, "workers": workers}]
 
     def state_dict(self) -> State:

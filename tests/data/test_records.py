@@ -561,6 +561,33 @@ def test_a_trainer_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         assert [*first, *rest] == expected
 
 
+@pytest.mark.parametrize(
+    ("num_texts", "options"),
+    [
+        (3, {}),
+        (6, {"num_workers": 2, "run_records": 3}),
+        (12, {"seq_len": 8, "too_long": "drop"}),
+    ],
+)
+def test_a_stream_that_fills_no_batch_is_refused(
+    tmp_path: Path, num_texts: int, options: dict[str, Any]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "q", "completion": "a"}\n' * num_texts)
+    settings: dict[str, Any] = {"seq_len": 128, "batch_size": 4, "packing": False, **options}
+    data = ChatDataModule(
+        files=[str(path)],
+        tokenizer=TokenizerSource(),
+        streaming=True,
+        validation_share=0,
+        **settings,
+    )
+    data.setup()
+    message = r"a\.jsonl: the records of a whole epoch make no batch.*Give more, or lower"
+    with pytest.raises(DataError, match=message):
+        list(data.train_dataloader())
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"data\.run_records=0 must be a whole number of at least 1"
