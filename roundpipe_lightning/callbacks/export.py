@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.export import (
     ExportOptions,
-    check_replaceable,
+    check_exportable,
     export_pretrained,
     find_pretrained,
 )
@@ -64,11 +64,11 @@ class ExportPretrained(Callback):
         """Refuse before training what could not be exported after it.
 
         Raises:
-            ConfigurationError: There is no model to export.
-            CheckpointError: The folder holds something else than an export.
+            ConfigurationError: There is no model to export, or a part of it cannot be saved.
+            CheckpointError: The folder holds something else than an export, or has no room.
         """
-        find_pretrained(pl_module, self._model)
-        check_replaceable(self.folder(trainer), overwrite=self._options.overwrite)
+        model = find_pretrained(pl_module, self._model)
+        check_exportable(model, self.folder(trainer), options=self._with_tokenizer(trainer))
         self._last_step = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -87,15 +87,18 @@ class ExportPretrained(Callback):
             return
         if isinstance(trainer.strategy, RoundPipeStrategy):
             trainer.strategy.join_updates()
+        folder = export_pretrained(
+            find_pretrained(pl_module, self._model),
+            self.folder(trainer),
+            options=self._with_tokenizer(trainer),
+        )
+        self._last_step = trainer.global_step
+        log.info("Exported step %d to %s", trainer.global_step, folder)
+
+    def _with_tokenizer(self, trainer: Trainer) -> ExportOptions:
         tokenizer = self._tokenizer
         if tokenizer is None:
             data = getattr(trainer, "datamodule", None)
             held = getattr(data, "processor", getattr(data, "tokenizer", None))  # of images, too
             tokenizer = held if hasattr(held, "save_pretrained") else None
-        folder = export_pretrained(
-            find_pretrained(pl_module, self._model),
-            self.folder(trainer),
-            options=replace(self._options, tokenizer=tokenizer),
-        )
-        self._last_step = trainer.global_step
-        log.info("Exported step %d to %s", trainer.global_step, folder)
+        return replace(self._options, tokenizer=tokenizer)

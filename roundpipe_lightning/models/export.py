@@ -33,6 +33,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -119,12 +120,49 @@ def export_pretrained(model: Pretrained, folder: str | Path, *, options: ExportO
     kind = "adapter" if _is_adapted(model) and not options.merge else "model"
     about = {"kind": kind, "dtype": options.dtype, "merged": merged}
     with _replaced_folder(folder, about=about, overwrite=options.overwrite) as temporary:
-        _add_tokenizer(model, temporary, tokenizer=options.tokenizer)
+        _write_settings(model, temporary, options=options)
         if kind == "adapter":
             _write_adapter(cast("PeftModel", model), temporary, dtype=DTYPES[options.dtype])
         else:
             _write_model(_without_adapters(model, merge=True), temporary, options=options)
     return folder
+
+
+def check_exportable(model: Pretrained, folder: str | Path, *, options: ExportOptions) -> None:
+    """Try before a training what an export after it does, but for the weights themselves.
+
+    Raises:
+        CheckpointError: The folder holds something else, or its disk has no room.
+        ConfigurationError: The adapters, or a part of the settings, cannot be saved.
+    """
+    folder = Path(folder).expanduser()
+    check_replaceable(folder, overwrite=options.overwrite)
+    with TemporaryDirectory() as scratch:
+        _write_settings(model, Path(scratch), options=options)
+    num_bytes = _num_bytes(model, options)
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if num_bytes > free:
+        raise CheckpointError(
+            f"output_dir={folder}: the export takes {num_bytes / 2**30:.1f} GiB, and its disk has "
+            f"{free / 2**30:.1f} GiB left. Free some space or choose another folder."
+        )
+
+
+def _num_bytes(model: Pretrained, options: ExportOptions) -> int:
+    """Bytes of the tensors in the files of an export."""
+    from roundpipe_lightning.models.weight_groups import weight_groups
+
+    if _is_adapted(model) and not options.merge:
+        likes: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+    else:
+        groups = weight_groups(_without_adapters(model, merge=True), original_layout=False)
+        likes = [tensor for group in groups for tensor in group.like().values()]
+    dtype = DTYPES[options.dtype]
+    return sum(
+        like.numel() * (dtype.itemsize if dtype and like.is_floating_point() else like.itemsize)
+        for like in likes
+    )
 
 
 def find_pretrained(module: nn.Module, name: str | None = None) -> Pretrained:
@@ -175,18 +213,34 @@ def _without_adapters(model: Any, *, merge: bool) -> PreTrainedModel:
     return cast("PreTrainedModel", model.get_base_model())
 
 
+def _write_settings(model: Pretrained, folder: Path, *, options: ExportOptions) -> None:
+    """Write all but the weights: the tokenizer, and a model's configurations."""
+    _add_tokenizer(model, folder, tokenizer=options.tokenizer)
+    if _is_adapted(model) and not options.merge:
+        return
+    base = _without_adapters(model, merge=True)
+    config = copy.deepcopy(base.config)
+    config.dtype = DTYPES[options.dtype] or base.dtype
+    config.architectures = [type(base).__name__]
+    config.save_pretrained(folder)
+    if base.can_generate():
+        try:
+            base.generation_config.save_pretrained(folder)
+        except ValueError as error:
+            lines = (line.lstrip("- ") for line in str(error).splitlines()[1:])
+            reason = next(filter(None, lines), str(error)).rstrip(".")
+            raise ConfigurationError(
+                f"The model's generation_config cannot be saved, so there would be no export: "
+                f"{reason}. Mend model.generation_config before training."
+            ) from error
+
+
 def _write_model(model: PreTrainedModel, folder: Path, *, options: ExportOptions) -> None:
     from huggingface_hub import split_state_dict_into_shards_factory
 
     from roundpipe_lightning.models.weight_groups import weight_groups
 
     dtype = DTYPES[options.dtype]
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype or model.dtype
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
     groups = weight_groups(model, original_layout=options.original_layout)
     likes = {name: _cast(t, dtype) for group in groups for name, t in group.like().items()}
     split = split_state_dict_into_shards_factory(

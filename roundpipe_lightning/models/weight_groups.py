@@ -37,7 +37,7 @@ class _Weight:
     name: str  # as in the state dict of the model without adapters
     like: Tensor  # shape and dtype, on the meta device
     make: Callable[[], Tensor]  # gives the values; they may be the model's own memory
-    merged: bool = False  # whether the values are those with adapters, not the model's own
+    adapters: frozenset[int] = frozenset()  # where the tensors are that it is merged from
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def weight_groups(model: PreTrainedModel, *, original_layout: bool) -> list[Weig
         original_layout: Whether fused parameters are taken apart as in published checkpoints.
 
     Raises:
-        ConfigurationError: Adapters change one of two weights that the model ties.
+        ConfigurationError: Adapters change one of two weights that the model ties, or each in its
+            own way.
     """
     weights = _weights_of(model)
     if not original_layout:
@@ -95,12 +96,13 @@ def _weights_of(model: PreTrainedModel) -> list[_Weight]:
             continue
         other = owners.setdefault(tensor, weight.name)
         if other != weight.name and (weight.name in tied or other in tied):
-            if weight.merged != found[other].merged:
+            if weight.adapters != found[other].adapters:
+                changed = [w.name for w in (weight, found[other]) if w.adapters]
+                how = f"only {changed[0]}" if len(changed) == 1 else "each in another way"
                 raise ConfigurationError(
-                    f"{weight.name} and {other} are one weight, and the adapters change only "
-                    f"{weight.name if weight.merged else other}: a merged model cannot hold both. "
-                    "Export the adapter instead (merge=false), or train it with "
-                    "ensure_weight_tying=true."
+                    f"{weight.name} and {other} are one weight, and the adapters change {how}: a "
+                    "merged model cannot hold both. Export the adapter instead (merge=false), or "
+                    "train it with ensure_weight_tying=true."
                 )
             if other not in tied:
                 continue
@@ -143,6 +145,9 @@ def _merged_weights(layer: nn.Module, *, prefix: str) -> Iterator[tuple[_Weight,
         else:
             base = base.original_module
 
+    # tied adapters share their memory, as peft's ensure_weight_tying makes them
+    adapters = frozenset(tensor.data_ptr() for tensor in layer.parameters())
+
     def make(name: str) -> Tensor:
         if not made:
             made.append(_merged(layer).state_dict())
@@ -156,7 +161,7 @@ def _merged_weights(layer: nn.Module, *, prefix: str) -> Iterator[tuple[_Weight,
             name=prefix + weight.name,
             like=weight.like,
             make=partial(make, weight.name),
-            merged=True,
+            adapters=adapters,
         )
         yield merged, tensor
 

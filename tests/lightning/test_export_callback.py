@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,37 @@ def test_an_adapter_is_exported_and_replaced_on_the_way(tmp_path: Path) -> None:
     loaded = PeftModel.from_pretrained(ModelSource(architecture=TINY).build(), tmp_path / "out")
     assert torch.equal(logits(loaded), logits(module.language))
     assert {path.name for path in tmp_path.iterdir() if "out" in path.name} == {"out"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.7}, {"top_k": 1}, {"early_stopping": True}, {"pad_token_id": -1}],
+    ids=str,
+)
+def test_a_generation_configuration_is_exported_or_refused_before_training(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    module = Language()
+    for name, value in settings.items():
+        setattr(module.language.generation_config, name, value)
+    steps: list[int] = []
+    module.on_train_batch_end = lambda *_: steps.append(1)  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match=r"(?s)generation_config cannot be saved.*Mend"):
+        fit(module, ExportPretrained(tmp_path / "out"))
+    assert steps == []
+    fit(Language(adapted=True), ExportPretrained(tmp_path / "out"))  # an adapter has none
+
+
+def test_what_has_no_room_on_the_disk_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(
+        CheckpointError, match=r"the export takes .* GiB, and its disk has 0\.0 GiB"
+    ):
+        fit(Language(), ExportPretrained(tmp_path / "new" / "out"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_exports_every_n_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

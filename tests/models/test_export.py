@@ -154,6 +154,15 @@ def test_a_flipped_bit_of_an_export_is_found(tmp_path: Path) -> None:
         (UNTIED, LoraConfig(r=2, target_modules=["embed_tokens"])),
         (
             TINY,
+            LoraConfig(
+                r=2,
+                target_modules=["q_proj"],
+                modules_to_save=["embed_tokens", "lm_head"],
+                ensure_weight_tying=True,
+            ),
+        ),
+        (
+            TINY,
             IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
         ),
         (
@@ -161,7 +170,7 @@ def test_a_flipped_bit_of_an_export_is_found(tmp_path: Path) -> None:
             LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"]),
         ),
     ],
-    ids=["lora", "dora", "modules_to_save", "embedding", "ia3", "experts"],
+    ids=["lora", "dora", "modules_to_save", "embedding", "tied", "ia3", "experts"],
 )
 def test_a_merged_model_is_what_peft_merges(
     tmp_path: Path, architecture: dict[str, Any], config: Any
@@ -181,8 +190,17 @@ def test_a_merged_model_is_what_peft_merges(
     [
         (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), r"PROMPT_TUNING adds"),
         (LoraConfig(r=2, target_modules=["embed_tokens"]), r"are one weight.*merge=false"),
+        (
+            LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]),
+            r"are one weight, and the adapters change each in another way: .*ensure_weight_tying",
+        ),
+        (LoraConfig(r=2, target_modules=["embed_tokens", "lm_head"]), r"each in another way"),
+        (
+            LoraConfig(r=2, target_modules=["embed_tokens"], modules_to_save=["lm_head"]),
+            r"each in another way",
+        ),
     ],
-    ids=["prompt", "tied embedding"],
+    ids=["prompt", "tied embedding", "both saved", "both adapted", "adapted and saved"],
 )
 def test_what_cannot_be_merged_is_said(tmp_path: Path, config: Any, message: str) -> None:
     model = adapted(TINY, config)
