@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roundpipe_lightning.data.records import Record, check_characters, suffix_of
+from roundpipe_lightning.data.records import Record, check_text, suffix_of
 from roundpipe_lightning.errors import ConfigurationError, DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -129,7 +129,7 @@ class Forms:
             )
         fields.seen.clear()
         content = form.read(record)
-        check_characters(vars(content), place=record.place)
+        check_text(vars(content), place=record.place)
         unread = own.keys() - fields.seen - set(self.names.values()) - _VERDICT
         self.found.setdefault(record.part, (form, record.place, ", ".join(sorted(unread))))
         verdicts = (str(record.fields.get(name)).strip().lower() for name in _VERDICT)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 from unittest.mock import patch
 
-import fsspec  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from roundpipe_lightning.errors import ConfigurationError, DataError
 from roundpipe_lightning.models.weight_files import reach_options
@@ -55,18 +55,23 @@ class Record:
             raise DataError(
                 f"{self.place}: the field {name!r} is empty. Remove the sample or give it a text."
             )
-        check_characters(value, place=self.place)
+        check_text(value, place=self.place)
         return value
 
 
-def check_characters(value: Any, *, place: str) -> None:
-    """Raise a DataError if a text in a value has half of a character, which no tokenizer takes.
+def check_text(value: Any, *, place: str) -> None:
+    """Raise a DataError if a text in a value is too long, or has half of a character.
 
-    JSON can write one, where a text was cut between the two escapes of an emoji.
+    JSON can write the latter, where a text was cut between the two escapes of an emoji.
     """
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, str):
+        if len(value) > LONGEST_TEXT and not value.startswith("data:"):  # an image
+            raise DataError(
+                f"{place}: a text has {len(value):,} characters, and at most {LONGEST_TEXT:,} are "
+                "read, since tokenising takes much memory. Split it into several records."
+            )
         try:
             value.encode()
         except UnicodeEncodeError as error:
@@ -77,7 +82,7 @@ def check_characters(value: Any, *, place: str) -> None:
             ) from error
     elif isinstance(value, Sequence) and not isinstance(value, bytes):
         for each in value:
-            check_characters(each, place=place)
+            check_text(each, place=place)
 
 
 class RecordSource(Protocol):
@@ -173,6 +178,11 @@ class RecordFiles:
             return
         try:
             for fields, place in _READERS[suffix_of(path)](path):
+                if len(fields) > _MOST_FIELDS:
+                    raise DataError(
+                        f"{path}{place}: this record has {len(fields):,} fields, and at most "
+                        f"{_MOST_FIELDS:,} are read. Mend the file."
+                    )
                 yield Record(fields=fields, place=f"{path}{place}", part=part)
         except UnicodeDecodeError as error:
             with _open(path, mode="rb") as file:
@@ -185,6 +195,11 @@ class RecordFiles:
             ) from error
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise DataError(f"{path}: this file cannot be read: {error}.") from error
+        except MemoryError as error:
+            raise DataError(
+                f"{path}: this file does not fit in memory. Split it, or convert it to .jsonl or "
+                ".parquet, of which a part is read at a time."
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +284,14 @@ def _files(path: str) -> list[str]:
 
 
 def _open(path: Path, **options: Any) -> Any:
-    return fsspec.open(str(path), compression="infer", **options)
+    # not fsspec.open, which reads another file where a name has :: in it
+    return LocalFileSystem().open(str(path.absolute()), compression="infer", **options)
+
+
+_MOST_FIELDS = 10_000
+_LONGEST_LINE = 2**28  # characters: what a compressed file unpacks to has no other end
+LONGEST_TEXT = 10_000_000
+"""Most characters of a text; tokenising one takes up to 250 times its size of memory."""
 
 
 Fields = tuple[Mapping[str, Any], str]
@@ -278,7 +300,13 @@ Fields = tuple[Mapping[str, Any], str]
 
 def _json_lines(path: Path) -> Iterator[Fields]:
     with _open(path, mode="rt", newline="\n", encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
+        lines = iter(lambda: file.readline(_LONGEST_LINE + 1), "")
+        for number, line in enumerate(lines, start=1):
+            if len(line) > _LONGEST_LINE:
+                raise DataError(
+                    f"{path}, line {number}: this line has more than {_LONGEST_LINE:,} characters. "
+                    "Split the record into several."
+                )
             line = line.lstrip("\ufeff")  # of a file that was put behind another one
             if line.strip():
                 place = f", line {number}"

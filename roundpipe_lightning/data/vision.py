@@ -217,6 +217,8 @@ def _image(given: Any, place: str) -> Any:
             source = source.removeprefix("file://")
         if isinstance(source, str) and "://" in source:
             raise OSError("it is an address; download it and name the file")
+        if isinstance(source, (str, Path)) and Path(source).exists() and not Path(source).is_file():
+            raise OSError("it is no file")  # opening a pipe would wait for its other end
         if isinstance(source, bytes):
             source = io.BytesIO(source)
         if isinstance(source, Image.Image):

@@ -178,6 +178,28 @@ def test_what_is_broken_is_named(tmp_path: Path, name: str, content: bytes, mess
         read(path)
 
 
+def test_a_name_with_colons_is_read_as_it_is(tmp_path: Path) -> None:
+    for name in ("good.jsonl", "good.jsonl::z.jsonl", "zip:__x::y.jsonl", "a[1]*?.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    texts = {Path(record.part).name: record.text("text") for record in read(tmp_path)}
+    assert all(name == text for name, text in texts.items())
+    assert len(texts) == 4
+
+
+def test_what_has_no_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({f"c{n}": 1 for n in range(20_000)}))
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: this record has 20,000 fields"):
+        read(tmp_path / "a.jsonl")
+    monkeypatch.setattr("roundpipe_lightning.data.records._LONGEST_LINE", 100)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' + b" " * 1000))
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz, line 2: this line has more than 100 ch"):
+        read(tmp_path / "b.jsonl.gz")
+    monkeypatch.setattr("roundpipe_lightning.data.records.LONGEST_TEXT", 100)
+    (tmp_path / "c.txt").write_text("x" * 101)
+    with pytest.raises(DataError, match=r"c\.txt: a text has 101 characters, .* Split it into"):
+        forms("text").read(read(tmp_path / "c.txt")[0])
+
+
 def test_paths_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigurationError, match=r"nothing is found at .*none\.jsonl"):

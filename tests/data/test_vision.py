@@ -1,5 +1,6 @@
 import base64
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,13 @@ def test_a_turned_photo_is_seen_upright(tmp_path: Path, orientation: int, turn: 
     address = f"data:image/png;base64,{base64.b64encode(raw).decode()}"
     for source in (path, str(path), raw, {"bytes": raw}, address, Image.open(path)):
         assert _image(source, "p").tobytes() == load_image(str(path)).tobytes() == upright.tobytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_is_no_image(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"cannot be read \(it is no file\)"):
+        _image(tmp_path / "a.png", "p")
 
 
 def test_settings_and_models_that_cannot_see_are_refused(folder: Path) -> None:
