@@ -232,6 +232,8 @@ class RunReport(CollectsLosses, Listening):
         yield f"<title>Training report</title><style>{_STYLE}</style><h1>Training report</h1>"
         yield f"<p>{trainer.global_step} optimizer steps, "
         yield f"loss {self._losses[0][1]:.4g} to {self._losses[-1][1]:.4g}.</p>"
+        if summary := str(getattr(getattr(trainer, "datamodule", None), "summary", "")):
+            yield f"<p>{escape(summary)}</p>"
         yield f"<h2>Loss</h2>{loss_svg(self._losses)}"
         yield from self._comparison(figures, trainer)
         idle = {cause.value: figures.get(f"idle_{cause.value}_share", 0.0) for cause in IdleCause}

@@ -35,7 +35,7 @@ def show(config: DictConfig) -> None:
         )
     console, shown = Console(soft_wrap=True, highlight=False), set()
     for part in data.files.parts():
-        samples = (each for record in data.files.read(part) for each in data.encode(record))
+        samples = (each for record in data.files.read(part) for each in data.samples_of(record))
         first = next(samples, None)
         form = data.forms.found[part][0].name if part in data.forms.found else "texts with a class"
         console.print(f"{part}: {'no sample' if first is None else form}", markup=False)

@@ -30,8 +30,6 @@ from roundpipe_lightning.planning.model.hardware import (
     load_hardware,
 )
 
-log = logging.getLogger(__name__)
-
 Result = TypeVar("Result")
 
 SETTING_ERRORS = (RoundPipeError, MisconfigurationException, OmegaConfBaseException)
@@ -91,7 +89,7 @@ def run_explained(job: Callable[[DictConfig], Result], config: DictConfig) -> Re
                 f"The run's folder cannot be written: {error}. Set hydra.run.dir or paths.log_dir."
             )
             logging.raiseExceptions = False  # the log is there, too
-        log.error("%s", text)
+        logging.getLogger().error("%s", text)  # in the file; the package's loggers are on screen
         notes = getattr(error, "__notes__", [])
         sys.stderr.write("\n".join([f"\nError: {text}", *notes]) + "\n")
         return EXIT_DOES_NOT_FIT if isinstance(error, FitError) else EXIT_BAD_INPUT

@@ -73,12 +73,16 @@ def train(config: DictConfig) -> float | None:
     """
     run, metrics, figures = run_training(config)
     print_summary(run, figures)
+    if figures["num_steps"] == 1 != run.trainer.max_steps:
+        log.warning(
+            "The training was a single optimizer step, since one batch takes all rows. Lower "
+            "data.batch_size, or raise trainer.max_epochs."
+        )
     name: str | None = run.config.optimized_metric
     is_left_out = not run.config.validate and str(name).startswith("val_")
     if name is not None and name not in metrics and not is_left_out:
         there = ", ".join(sorted(n for n in metrics if "/" not in n)) or "none"
         log.warning("optimized_metric=%s was not measured; there are: %s", name, there)
-        sys.stderr.write(f"Warning: optimized_metric={name} was not measured; there are: {there}\n")
     return None if name is None else metrics.get(name)
 
 
@@ -275,6 +279,7 @@ def summarize(run: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
         "num_workers": run.trainer.num_devices,
         "num_microbatches": 1,
         "num_steps": statistics.num_steps,
+        "left_out": list(getattr(run.data, "left_out", ())),
     }
     if isinstance(strategy, RoundPipeStrategy):
         for timeline in run.callbacks:
@@ -312,6 +317,7 @@ def summary_rows(figures: Mapping[str, Any], *, unit: str) -> list[tuple[str, st
     steps, workers = (count_text(figures[f"num_{noun}s"], noun) for noun in ("step", "worker"))
     parts = count_text(figures["num_microbatches"], "microbatch")
     rows = [("Training", f"{steps} of {parts} on {workers}")]
+    rows += [("Not trained on", text) for text in figures["left_out"] or ()]
     first, last = figures["loss_first"], figures["loss_last"]
     if first is not None and last is not None:
         rows.append(("Training loss", f"from {first:.2f} to {last:.2f}{unit}"))

@@ -179,6 +179,16 @@ class ConversationEncoder:
         self.endings.update(self.tokenizer.decode(sample.input_ids[at]) for at in last)
         return sample
 
+    @property
+    def remark(self) -> str:
+        """What ends the learned parts, and what the template has left out, for a summary."""
+        ends = " or ".join(repr(token) for token, _ in self.endings.most_common(3))
+        left_out = "".join(
+            f"; the template leaves out {what} ({count:,} times)"
+            for what, count in self.left_out.items()
+        )
+        return f"; an answer ends with {ends}{left_out}" if ends else left_out
+
     def last_answer(self, messages: Messages, *, place: str, **options: Any) -> Sample:
         """A conversation that ends with the assistant's message, which alone is predicted."""
         sample = self(messages, place=place, **options)

@@ -31,11 +31,15 @@ _LISTS = ("data", "train", "rows", "examples", "instances")
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One sample as a file (`part`) has it; `place` is for messages: `chat.jsonl, line 3`."""
+    """One sample as a file (`part`) has it; `place` is for messages: `chat.jsonl, line 3`.
+
+    `error` is why it cannot be read, where the file goes on behind it.
+    """
 
     fields: Mapping[str, Any]
     place: str
     part: str = ""
+    error: DataError | None = None
 
     def get(self, name: str) -> Any:
         """The value of a field; DataError: the record has no such field."""
@@ -125,6 +129,8 @@ class RecordFiles:
         paths: Files, folders (all files in them that can be read), glob patterns and names on the
             hub (`owner/name`, `owner/name/configuration:split`). As a mapping, each with its
             weight: how many times its records come in an epoch.
+        keep_errors: Whether a line that cannot be read becomes a record with its `error`; else the
+            error is raised.
 
     Raises:
         ConfigurationError: There are no paths, or a weight is not above 0; and in `parts`: nothing
@@ -132,6 +138,7 @@ class RecordFiles:
     """
 
     paths: Sequence[str] | Mapping[str, float] | str = field(default_factory=tuple)
+    keep_errors: bool = False
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -178,6 +185,11 @@ class RecordFiles:
             return
         try:
             for fields, place in _READERS[suffix_of(path)](path):
+                if isinstance(fields, DataError):
+                    if not self.keep_errors:
+                        raise fields
+                    yield Record(fields={}, place=f"{path}{place}", part=part, error=fields)
+                    continue
                 if len(fields) > _MOST_FIELDS:
                     raise DataError(
                         f"{path}{place}: this record has {len(fields):,} fields, and at most "
@@ -294,8 +306,8 @@ LONGEST_TEXT = 10_000_000
 """Most characters of a text; tokenising one takes up to 250 times its size of memory."""
 
 
-Fields = tuple[Mapping[str, Any], str]
-"""The fields of a record, and where it stands in its file."""
+Fields = tuple[Mapping[str, Any] | DataError, str]
+"""The fields of a record, or why it cannot be read, and where it stands in its file."""
 
 
 def _json_lines(path: Path) -> Iterator[Fields]:
@@ -316,10 +328,10 @@ def _json_lines(path: Path) -> Iterator[Fields]:
                 try:
                     value = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise DataError(
+                    value = DataError(
                         f"{path}{place}: this is not JSON ({error}): {line[:60].rstrip()!r}. Each "
                         "line of a .jsonl file is one JSON object; mend or remove this one."
-                    ) from error
+                    )
                 yield _object(value, f"{path}{place}"), place
 
 
@@ -356,13 +368,13 @@ def _json(path: Path) -> Iterator[Fields]:
                 yield _object(item, f"{path}, item {index}"), f", item {index}"
 
 
-def _object(value: Any, place: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise DataError(
-            f"{place}: this is {_kind(value)}, where a JSON object is needed, such as "
-            '{"text": "..."}.'
-        )
-    return value
+def _object(value: Any, place: str) -> Mapping[str, Any] | DataError:
+    if isinstance(value, (dict, DataError)):
+        return value
+    return DataError(
+        f"{place}: this is {_kind(value)}, where a JSON object is needed, such as "
+        '{"text": "..."}.'
+    )
 
 
 def _comma_separated(path: Path) -> Iterator[Fields]:
@@ -377,13 +389,14 @@ def _comma_separated(path: Path) -> Iterator[Fields]:
             fieldnames = ", ".join(map(repr, reader.fieldnames or ()))
             begin = reader.line_num + 1
             for fields in reader:
+                row: Mapping[str, Any] | DataError = fields
                 if None in fields or None in fields.values():
-                    raise DataError(
+                    row = DataError(
                         f"{path}, line {reader.line_num}: this line has not as many fields as the "
                         f"first one, which names {fieldnames}. Quote fields that have a comma in "
                         "them."
                     )
-                yield fields, f", line {reader.line_num}"
+                yield row, f", line {reader.line_num}"
                 begin = reader.line_num + 1
         except csv.Error as error:
             raise DataError(

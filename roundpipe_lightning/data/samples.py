@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -15,6 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from roundpipe_lightning.data.records import Record, RecordSource, is_in_share, passes
 from roundpipe_lightning.errors import CheckpointError, DataError
+
+log = logging.getLogger(__name__)
 
 IGNORED = -100
 """Label of a position that is not to be predicted."""
@@ -189,11 +192,12 @@ class RowStream(IterableDataset[tuple[int, State, Batch]]):
     runs of neighbours, and each run is shuffled as a whole, by a permutation that depends on the
     seed, the epoch and the run's number alone: so a place in the stream is a few whole numbers.
     Processes that prepare batches share the stream by runs: of N processes the first takes runs 0,
-    N, 2 N, ... Each has rows of its own.
+    N, 2 N, ... Each has rows of its own. What is left at the end of an epoch is a smaller batch,
+    unless the process has made no other.
 
     Attributes:
         source: The records.
-        reader: The data module that makes samples and batches of them (`encode`, `take`,
+        reader: The data module that makes samples and batches of them (`samples_of`, `take`,
             `collate`); every process has its own.
         run_records: Records of a run: how far a record may move, and how many are held in memory.
         seed: Seed of all permutations.
@@ -218,14 +222,28 @@ class RowStream(IterableDataset[tuple[int, State, Batch]]):
         ]
         stack = self.reader.collate()
         records = self._records(start["run"], step=count, used=start["used"])
+        run, used, has_batch = start["run"], start["used"], start != _beginning(number)
         for run, used, record in chain([(start["run"], start["used"], None)], records):
             if record is not None:
-                samples += self.reader.encode(record)
+                samples += self._encoded(record)
             rows, samples = self.reader.take(samples)
             while rows:
                 rest = [(s.input_ids.tolist(), s.labels.tolist()) for s in samples]
                 yield number, {"run": run, "used": used, "rest": rest}, stack(rows)
                 rows, samples = self.reader.take(samples)
+                has_batch = True
+        last, size = list(self.reader.arrange(samples)) if samples else [], self.reader.batch_size
+        if len(last) >= size or (last and has_batch and not self.reader.options.drop_last):
+            for begin in range(0, len(last), size):  # packed anew, they may be a row more
+                yield number, {"run": run, "used": used, "rest": []}, stack(last[begin:][:size])
+
+    def _encoded(self, record: Record) -> Sequence[Any]:
+        skips = self.reader.options.bad_records == "skip"
+        errors: list[DataError] = []
+        samples: Sequence[Any] = self.reader.samples_of(record, errors=errors if skips else None)
+        for error in errors:
+            log.warning("Left out (data.bad_records=skip): %s", error)
+        return samples
 
     def _records(self, first: int, *, step: int, used: int) -> Iterator[tuple[int, int, Record]]:
         """Records of every `step`-th run in their shuffled order, with how many of it were used."""

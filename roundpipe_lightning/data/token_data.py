@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -47,7 +47,11 @@ class FileOptions:
         validation_files: Where the validation samples are; None: some of `files` are taken.
         validation_share: Share of the samples of `files` that is validated on and not trained on;
             0: there is no validation.
+        test_files: Where the samples to test on are; None: those to validate on.
         too_long: What becomes of longer samples: `refuse`, `drop`, `cut_end` or `cut_start`.
+        bad_records: What becomes of records that cannot be used: `refuse` ends with the first ten
+            of them and their number, `skip` leaves them out and says so.
+        drop_last: Whether rows that fill no batch at the end of an epoch are left out.
         pad_to_multiple_of: The length of a batch is a multiple of this.
         seed: Seed of the order of the training samples. Which samples are validated on does not
             depend on it.
@@ -65,7 +69,10 @@ class FileOptions:
     batch_size: int
     validation_files: Files | None = None
     validation_share: float = 0.1
+    test_files: Files | None = None
     too_long: str = TooLong.REFUSE.value
+    bad_records: str = "refuse"
+    drop_last: bool = False
     pad_to_multiple_of: int = 8
     seed: int = 0
     num_workers: int = 0
@@ -87,8 +94,11 @@ class FileOptions:
                 f"data.validation_share={self.validation_share} must be 0 (no validation) or "
                 "more, and less than 1."
             )
-        if not isinstance(self.streaming, bool):
-            raise ConfigurationError(f"data.streaming={self.streaming}: give true or false.")
+        for name in ("streaming", "drop_last"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"data.{name}={getattr(self, name)}: give true or false.")
+        if self.bad_records not in ("refuse", "skip"):
+            raise ConfigurationError(f"data.bad_records={self.bad_records!r}: give refuse or skip.")
         known = [policy.value for policy in TooLong]
         if self.too_long not in known:
             raise ConfigurationError(
@@ -113,8 +123,8 @@ class FileDataModule(LightningDataModule):
     """Samples of files, tokenised in `setup`. Batches are padded to their longest row.
 
     The kinds of data differ in how a record becomes rows: see `encode` and `arrange`. The order of
-    the training rows depends on the seed and the epoch alone. Validation rows stay in their order,
-    and are what is tested and predicted as well.
+    the training rows depends on the seed and the epoch alone. Validation rows stay in their order.
+    They are what is tested and predicted as well, unless `test_files` are given.
 
     Args:
         files: The samples: what `RecordFiles` takes, or an object that has records.
@@ -124,6 +134,8 @@ class FileDataModule(LightningDataModule):
     Attributes:
         train_rows: Rows to train on, a list or a `Dataset`; None before `setup`.
         validation_rows: Rows to validate on; None before `setup`.
+        test_rows: Rows to test on; None before `setup`.
+        summary: What the files have, and what of it is left out, in a line.
     """
 
     kinds: ClassVar[Sequence[str]] = ()
@@ -134,14 +146,16 @@ class FileDataModule(LightningDataModule):
         self.options = FileOptions(**options)
         self.train_rows: Any = None
         self.validation_rows: Any = None
+        self.test_rows: Any = None
         if self.options.streaming and type(self).take is FileDataModule.take:
             raise ConfigurationError(
                 "data.streaming=true is for data=chat and data=text. Leave it out."
             )
         self.forms = Forms(kinds=self.kinds, names=self.options.fields or {})
-        self.files = as_source(files)
+        self.files = self._source(files)
         self.tokenizer_source = tokenizer
         self.skipped: Counter[str] = Counter()
+        self.left_out: list[str] = []
         self.summary = ""
         self._tokenizer: Any = None
 
@@ -216,15 +230,32 @@ class FileDataModule(LightningDataModule):
         given = self.options.validation_files
         if self.options.streaming:
             self.files.parts()  # that they are there
-            validation = {} if given is None else self.encode_all(as_source(given))
-            self.train_rows, self.validation_rows = (), self._rows_to_validate(validation)
-            self._report("read while training goes on")
-            return
-        train = self.encode_all(self.files)
-        if given is None:
-            train, validation = _split(train, share=self.options.validation_share)
+            train: dict[str, list[Any]] = {}
+            figures = "read while training goes on"
         else:
-            validation = self.encode_all(as_source(given))
+            train = self.encode_all(self.files)
+        own = 0
+        if given is not None:
+            validation = self.encode_all(self._source(given))
+        elif self.options.streaming:
+            validation = {}
+        else:
+            train, validation = _split(train, share=self.options.validation_share)
+            own = sum(map(len, validation.values()))
+        rows: Sequence[Row] = ()
+        if not self.options.streaming:
+            rows, figures = self._rows_to_train(train)
+        self.train_rows, self.validation_rows = rows, self._rows_to_validate(validation)
+        tests = self.options.test_files
+        self.test_rows = self.validation_rows
+        if tests is not None:
+            self.test_rows = self._rows_to_validate(self.encode_all(self._source(tests)))
+        if own:
+            figures += f"; {count_text(own, 'sample')} of these files set aside to validate on"
+        self._report(figures)
+
+    def _rows_to_train(self, train: Mapping[str, Sequence[Any]]) -> tuple[Sequence[Row], str]:
+        """The rows, and how many there are of what."""
         samples = [
             sample
             for part, share in passes(self.files)
@@ -237,8 +268,11 @@ class FileDataModule(LightningDataModule):
                 f"The {len(samples)} training samples make {len(rows)} rows, less than one batch "
                 f"of data.batch_size={self.batch_size}. Give more samples or lower data.batch_size."
             )
-        self.train_rows, self.validation_rows = rows, self._rows_to_validate(validation)
-        self._report(f"{count_text(len(samples), 'sample')} in {_summary(rows)}")
+        figures = f"{count_text(len(samples), 'sample')} in {_summary(rows)}"
+        rest = len(rows) % self.batch_size
+        if self.options.drop_last and rest:
+            figures += f"; the last {rest} of an epoch left out (data.drop_last=true)"
+        return rows, figures
 
     def _rows_to_validate(self, samples: Mapping[str, Sequence[Any]]) -> Sequence[Row]:
         rows = self.arrange(list(chain.from_iterable(samples.values())))
@@ -259,7 +293,11 @@ class FileDataModule(LightningDataModule):
             f"{few[form]}{f' and {len(parts) - 2} more' if len(parts) > 2 else ''} ({form})"
             for form, parts in named.items()
         )
-        self.summary = f"Data: {'; '.join(forms) or ', '.join(self.files.parts()[:2])}; {figures}."
+        encoder = vars(self).get("_encoder")  # of conversations, once there was one
+        remark = "" if encoder is None else encoder.remark
+        left_out = "".join(f"; {text}" for text in self.left_out)
+        named_forms = "; ".join(forms) or ", ".join(self.files.parts()[:2])
+        self.summary = f"Data: {named_forms}; {figures}{left_out}{remark}."
         rank_zero_info(self.summary)
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -271,7 +309,8 @@ class FileDataModule(LightningDataModule):
             order: DistributedSampler[Any] = DistributedSampler(
                 self.train_rows, num_replicas=number, rank=rank, seed=self.options.seed
             )
-            return self._loader(self.train_rows, sampler=order, drop_last=True)
+            drop_last = self.options.drop_last
+            return self._loader(self.train_rows, sampler=order, drop_last=drop_last)
         reader = copy(self)
         reader.trainer = None  # processes that prepare batches have a reader, and no Trainer
         options = self.options
@@ -283,7 +322,11 @@ class FileDataModule(LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         return self._loader(self.validation_rows) if self.options.validates else []
 
-    test_dataloader = predict_dataloader = val_dataloader
+    def test_dataloader(self) -> DataLoader[Any] | list[Any]:
+        is_given = self.options.test_files is not None
+        return self._loader(self.test_rows) if is_given else self.val_dataloader()
+
+    predict_dataloader = test_dataloader
 
     def _loader(self, rows: Any, **settings: Any) -> DataLoader[Any]:
         assert rows is not None, "Lightning calls setup first"
@@ -300,16 +343,49 @@ class FileDataModule(LightningDataModule):
         """Function that makes a batch of rows."""
         return Padding(pad_token=self.pad_token_id, multiple_of=self.options.pad_to_multiple_of)
 
+    def samples_of(self, record: Record, *, errors: list[DataError] | None = None) -> Sequence[Any]:
+        """Samples of a record, none if it is left out.
+
+        If the record cannot be used, that is added to `errors`; a DataError without them.
+        """
+        try:
+            if record.error is not None:
+                raise record.error
+            return self.encode(record)
+        except (DataError, RecursionError) as reason:
+            error = reason if isinstance(reason, DataError) else None
+            error = error or DataError(f"{record.place}: the record is nested too deeply.")
+            if errors is None:
+                raise error from reason
+            errors.append(error)
+            return []
+
     def encode_all(self, source: RecordSource) -> dict[str, list[Any]]:
-        """Samples of all records by part, those that are left out counted and logged."""
+        """Samples of all records by part, those that are left out counted and said."""
         self.skipped.clear()
+        errors: list[DataError] = []
         samples = {
-            part: [sample for record in source.read(part) for sample in self.encode(record)]
+            part: [
+                sample
+                for record in source.read(part)
+                for sample in self.samples_of(record, errors=errors)
+            ]
             for part in source.parts()
         }
+        if errors and self.options.bad_records == "refuse":
+            if len(errors) == 1:
+                raise errors[0]
+            way_out = "Mend or remove them, or leave them out: data.bad_records=skip."
+            raise DataError(f"{_first(errors)}\n{way_out}")
+        if errors:
+            log.warning("Left out (data.bad_records=skip): %s", _first(errors))
+            self.skipped["that cannot be used"] += len(errors)
         num_samples = sum(map(len, samples.values()))
+        whole = num_samples + sum(self.skipped.values())
         for reason, count in self.skipped.items():
-            log.warning("%d of %d samples left out: %s", count, num_samples + count, reason)
+            self.left_out.append(f"{count:,} of {whole:,} samples left out: {reason}")
+            if count > whole * _FEW:
+                log.warning("%s (%.0f %%).", self.left_out[-1], 100 * count / whole)
         if not num_samples:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.skipped.items())
             raise DataError(
@@ -317,6 +393,22 @@ class FileDataModule(LightningDataModule):
                 f"{f' ({reasons})' if reasons else ''}."
             )
         return samples
+
+    def _source(self, files: Files) -> RecordSource:
+        source = as_source(files)
+        # broken lines come as records, so that all of them are counted
+        return replace(source, keep_errors=True) if isinstance(source, RecordFiles) else source
+
+
+_FEW = 0.05
+"""Share of the samples up to which no warning is given of those that are left out."""
+
+
+def _first(errors: Sequence[DataError], most: int = 10) -> str:
+    """How many records cannot be used, and why the first ones cannot."""
+    lines = [f"{count_text(len(errors), 'record')} cannot be used:", *map(str, errors[:most])]
+    more = [f"and {len(errors) - most} more"] if len(errors) > most else []
+    return "\n".join([*lines, *more])
 
 
 def as_source(files: Files | None) -> RecordSource:

@@ -501,12 +501,14 @@ WHOLE: dict[str, Any] = {
     "num_workers": 4,
     "num_microbatches": 8,
     "num_steps": 1,
+    "left_out": ["2 of 9 samples left out: longer than data.seq_len=8 tokens"],
 }
 
 
 def test_the_table_reads_well() -> None:
     assert summary_rows(WHOLE, unit=" nats per token") == [
         ("Training", "1 step of 8 microbatches on 4 workers"),
+        ("Not trained on", "2 of 9 samples left out: longer than data.seq_len=8 tokens"),
         ("Training loss", "from 5.55 to 2.00 nats per token"),
         ("Validation loss", "2.10 nats per token"),
         ("Test loss", "2.20 nats per token"),

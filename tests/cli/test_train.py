@@ -341,7 +341,7 @@ def test_an_unknown_experiment_lists_those_there_are(tmp_path: Path) -> None:
 
 
 def test_settings_of_lightning_do_what_they_say(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = compose_small(
         tmp_path / "logs" / "train" / "runs" / "mine",
@@ -357,7 +357,7 @@ def test_settings_of_lightning_do_what_they_say(
     )
     assert train(config) is None
     shown = capsys.readouterr()
-    assert "optimized_metric=nonesuch was not measured; there are: idle" in shown.err
+    assert "optimized_metric=nonesuch was not measured; there are: idle" in caplog.text
     assert "Epoch" not in shown.err
     assert "Test loss" in shown.out
     folder = Path(config.paths.output_dir)

@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -452,6 +453,74 @@ def test_samples_without_a_word_of_the_assistant_are_counted(
         make(tmp_path, silent, silent).setup()
 
 
+def test_nothing_is_left_out_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    talks = [*[talk("a")] * 39, talk("b" * 200)]
+    data = make(tmp_path, *talks, too_long="drop", packing=False, batch_size=8)
+    with caplog.at_level(logging.WARNING):
+        data.setup()
+    figures = r"31 samples in 31 rows, [\d,]+ tokens, \d+% of them learned"
+    aside = r"8 samples of these files set aside to validate on"
+    dropped = r"1 of 40 samples left out: longer than data\.seq_len=96 tokens"
+    ends = r"an answer ends with '<\|im_end\|>'"
+    assert re.fullmatch(
+        rf"Data: .*\(messages\); {figures}; {aside}; {dropped}; {ends}\.", data.summary
+    )
+    assert caplog.text == ""  # few
+    assert [len(batch["labels"]) for batch in data.train_dataloader()] == [8, 8, 8, 7]
+    left = make(tmp_path, *talks[:35], packing=False, batch_size=8, drop_last=True)
+    left.setup()
+    assert len(left.train_dataloader()) == 3
+    assert "; the last 4 of an epoch left out (data.drop_last=true)" in left.summary
+
+
+def test_bad_records_are_counted_and_shown_or_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = ['{"messages": [', '["x"]', '{"messages": []}', '{"other": 1}', "[" * 900 + "]" * 900]
+    good = [json.dumps({"messages": talk("a")})] * 20
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([*good, *bad * 3, *good]))
+    options: dict[str, Any] = {"seq_len": 96, "batch_size": 2, "validation_share": 0}
+    options |= {"files": [str(path)], "tokenizer": TokenizerSource(), "packing": False}
+    with pytest.raises(DataError) as raised:
+        ChatDataModule(**options).setup()
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "15 records cannot be used:"
+    assert [int(line.partition("line ")[2].partition(":")[0]) for line in lines[1:11]] == [
+        *range(21, 31)
+    ]
+    assert lines[11:] == [
+        "and 5 more",
+        "Mend or remove them, or leave them out: data.bad_records=skip.",
+    ]
+    data = ChatDataModule(**options, bad_records="skip")
+    with caplog.at_level(logging.WARNING):
+        data.setup()
+    assert len(data.train_rows) == 40
+    assert "15 of 55 samples left out: that cannot be used (27 %)" in caplog.text
+    assert "a.jsonl, line 22: this is a list" in caplog.text
+    stream = ChatDataModule(**options, bad_records="skip", streaming=True)
+    stream.setup()
+    assert len(list(stream.train_dataloader())) == 20
+    table = tmp_path / "a.csv"
+    table.write_text("prompt,completion\nq,a\nq\nq,a,b\nq,a\n")
+    data = ChatDataModule(**{**options, "files": [str(table)]}, bad_records="skip")
+    data.setup()
+    assert len(data.train_rows) == 2
+
+
+def test_test_files_have_rows_of_their_own(tmp_path: Path) -> None:
+    path = write(tmp_path / "test.jsonl", talk("tested"))
+    data = make(tmp_path, *[talk("a")] * 9, packing=False, test_files=[path])
+    data.setup()
+    for loader in (data.test_dataloader(), data.predict_dataloader()):
+        [batch] = loader
+        assert "tested" in data.tokenizer.decode(batch["input_ids"][0])
+    plain = make(tmp_path, *[talk("a")] * 9, packing=False)
+    plain.setup()
+    assert len(list(plain.test_dataloader())) == len(list(plain.val_dataloader())) == 1
+
+
 def test_long_conversations_are_refused_dropped_or_cut(tmp_path: Path) -> None:
     talks = [*[talk("a")] * 9, talk("b" * 200)]
     with pytest.raises(DataError, match=r"line 10: .* tokens, more than data\.seq_len=96"):
@@ -490,6 +559,8 @@ def test_too_few_samples_are_refused(tmp_path: Path) -> None:
         ({"batch_size": 0}, r"data\.batch_size=0 must be a whole number of at least 1"),
         ({"validation_share": 1.0}, r"data\.validation_share=1\.0 must be 0 \(no validation\)"),
         ({"too_long": "cut"}, r"data\.too_long='cut' is not one of"),
+        ({"bad_records": "keep"}, r"data\.bad_records='keep': give refuse or skip"),
+        ({"drop_last": 1}, r"data\.drop_last=1: give true or false"),
         ({"no_target": "keep"}, r"data\.no_target='keep' is not one of drop, refuse"),
     ],
 )

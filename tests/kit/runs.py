@@ -50,6 +50,7 @@ SUMMARY_KEYS = {
     "num_workers",
     "num_microbatches",
     "num_steps",
+    "left_out",
 }
 
 RUN_FILES = {
