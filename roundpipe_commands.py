@@ -257,7 +257,8 @@ def chat(arguments: Sequence[str] | None = None) -> int:
         epilog="Ctrl-C ends an answer; Ctrl-D, or Ctrl-C at a question, ends the conversation.",
     )
     parser.add_argument(
-        "model", help="a checkpoint, a run's folder, `last`, an exported folder, or a hub name"
+        "model",
+        help="a checkpoint, a run's folder, `last`, an exported folder, a GGUF file, or a hub name",
     )
     parser.add_argument(
         "settings",

@@ -41,6 +41,7 @@ from roundpipe_lightning.models.export import (
     export_pretrained,
     find_pretrained,
 )
+from roundpipe_lightning.models.gguf import is_gguf
 from roundpipe_lightning.models.load import draw_buffers
 from roundpipe_lightning.models.weight_files import make_repository, push_folder
 from roundpipe_lightning.modules import CausalLanguageModule, ModelSource, TokenizerSource
@@ -244,7 +245,8 @@ def talk(options: argparse.Namespace) -> int:
 
 def _load(name: str, settings: Sequence[str]) -> tuple[Any, TokenizerSource]:
     path = Path(name).expanduser()
-    if name == "last" or path.is_file() or is_checkpoint_folder(path) or is_run(path):
+    is_file = path.is_file() and not is_gguf(name)
+    if name == "last" or is_file or is_checkpoint_folder(path) or is_run(path):
         words = for_export([f"ckpt_path={json.dumps(name)}", *settings])
         try:
             with initialize_config_dir(str(config_folder()), version_base="1.3"):
@@ -278,7 +280,8 @@ def _source(name: str) -> ModelSource:
     """A published model, its weights left in their files where the system can do that."""
     source = ModelSource(architecture={}, hub_name=name, weights="pretrained", dtype="auto")
     is_packed = getattr(source.load_config(), "quantization_config", None) is not None
-    where = "memory" if is_packed or sys.platform == "win32" else "mmap"
+    is_read = is_packed or is_gguf(name) or sys.platform == "win32"
+    where = "memory" if is_read else "mmap"
     return replace(source, frozen_weights=where)
 
 

@@ -38,6 +38,7 @@ from roundpipe_lightning.cli.objects import check_switch, run_explained, whole
 from roundpipe_lightning.cli.run_folder import SavedRun, claim, line, mark_run
 from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.files import read_json, write_text
+from roundpipe_lightning.models.gguf import is_gguf
 from roundpipe_lightning.models.quantized import represented_values
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule
 from roundpipe_lightning.planning.cost.device_memory import size_text
@@ -394,6 +395,10 @@ ollama create {name} -f Modelfile && ollama run {name}
 
 `roundpipe-export merge=true` merges the adapter into its base, which needs no base beside it."""
 
+_SERVE_ON_GGUF = """\
+The base is a GGUF file, on which `roundpipe-chat` puts this adapter. `roundpipe-export merge=true`
+writes an ordinary model of both, which vLLM, llama.cpp and Ollama serve."""
+
 _SERVE_OTHERS = """\
 vLLM and llama.cpp do not load this kind of adapter, or with another scale; `peft` does. Merged into
 its base (`roundpipe-export merge=true`), where it can be, it is a model that both serve."""
@@ -438,6 +443,8 @@ def write_card(folder: Path, run: Path, *, name: str | None = None) -> None:
     if base and on_hub:
         header["base_model"] = base
     serve, rank = _serve(settings)
+    if settings is not None and is_gguf(base):
+        serve = _SERVE_ON_GGUF
     if learned.endswith(("ClassificationModule", "RewardModule")):
         serve = _SERVE_SCORES
     else:
@@ -503,5 +510,6 @@ def _plan(path: Path) -> list[str]:
 
 
 def _public(name: str | None) -> str | None:
-    """A hub name as it is; of a path of this machine the last part."""
-    return name if name is None or not Path(name).exists() else Path(name).name
+    """A hub name as it is; of a file, or a path of this machine, the last part."""
+    is_public = name is None or not (is_gguf(name) or Path(name).exists())
+    return name if is_public else Path(str(name)).name

@@ -46,6 +46,7 @@ from roundpipe_lightning.errors import (
     RoundPipeError,
 )
 from roundpipe_lightning.files import checksum, new_folder, place_folder
+from roundpipe_lightning.models.gguf import is_gguf, read_tokenizer
 from roundpipe_lightning.models.weight_files import MARKER, reach_options, unreadable
 
 if TYPE_CHECKING:
@@ -291,18 +292,22 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
+def saves_embedding(model: PeftModel) -> bool:
+    """Return whether an embedding has adapters: peft saves it beside them.
+
+    Where it is not told, it asks the hub for the base, to see whether its vocabulary was resized.
+    """
+    base: Any = model.get_base_model()
+    embeddings = (base.get_input_embeddings(), base.get_output_embeddings())
+    return any(hasattr(layer, "base_layer") for layer in embeddings)
+
+
 def _write_adapter(model: PeftModel, folder: Path, *, dtype: torch.dtype | None) -> None:
     from safetensors.torch import load_file, save_file
 
-    base: Any = model.get_base_model()
-    embeddings = [base.get_input_embeddings(), base.get_output_embeddings()]
-    # peft saves an embedding that has adapters beside them.
-    trains_embedding = any(hasattr(layer, "base_layer") for layer in embeddings)
     with warnings.catch_warnings():
-        # It looks for the base on the hub to see whether its vocabulary was resized.
-        warnings.filterwarnings("ignore", message="Could not find a config file")
         warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
-        model.save_pretrained(str(folder), save_embedding_layers=trains_embedding)
+        model.save_pretrained(str(folder), save_embedding_layers=saves_embedding(model))
     if dtype is not None:
         for file in folder.rglob("adapter_model.safetensors"):
             tensors = {name: _cast(tensor, dtype) for name, tensor in load_file(file).items()}
@@ -322,7 +327,9 @@ def _add_tokenizer(model: Any, folder: Path, *, tokenizer: Any) -> None:
         name = getattr(getattr(tokenizer, "tokenizer", tokenizer), "name_or_path", None)
     elif name is None:
         name = getattr(_without_adapters(model, merge=False).config, "name_or_path", None)
-    if not name:
+    if is_gguf(name) and not hasattr(tokenizer, "save_pretrained"):
+        read_tokenizer(name).save_pretrained(folder)
+    if not name or is_gguf(name):
         return
     options = {"local_files_only": True} if tokenizer is None else reach_options(str(name))
     for file in files:

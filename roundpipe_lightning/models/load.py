@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.device.host_memory import check_host_memory
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+from roundpipe_lightning.models.gguf import is_gguf, read_model
 from roundpipe_lightning.models.quantized import (
     quantizable_weights,
     quantize_frozen,
@@ -42,11 +44,15 @@ if TYPE_CHECKING:
 
 _REPORTER = "transformers.modeling_utils"
 _QUESTION = "Is model.hub_name the model you mean, and is its config.json that of its weights?"
+_GGUF_HINT = (
+    "Where transformers takes a field of the configuration wrongly from a GGUF file, set it: "
+    "+model.config_changes.head_dim=64."
+)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def load_pretrained(source: ModelSource, *, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model with the weights of a local folder or of a name on the hub.
+    """A model with the weights of a local folder, of a GGUF file or of a name on the hub.
 
     Args:
         config: The configuration that is published with the weights.
@@ -75,6 +81,15 @@ def load_pretrained(source: ModelSource, *, config: PreTrainedConfig) -> PreTrai
             model = auto_class.from_pretrained(name, config=config, **trust, **options)
             # An export has no codes: the names that a checkpoint gives them are not for it.
             model._weight_conversions = None  # noqa: SLF001
+        elif is_gguf(name):
+            options = {"config": config, **source.building_options}
+            with _reports_kept():
+                model, loaded = read_model(name, auto_class, **options)
+            wanted = skeleton.state_dict()
+            pairs = ((k, t.shape, wanted[k].shape) for k, t in model.state_dict().items())
+            # transformers 5.20 takes tensors of any shape from such a file
+            odd = {pair for pair in pairs if pair[1] != pair[2]} | set(loaded["mismatched_keys"])
+            _check_loaded(skeleton, {**loaded, "mismatched_keys": odd}, source=source)
         else:
             model, mapped = _read(source, skeleton, config=config)
     if source.maps_weights:
@@ -250,6 +265,24 @@ def _check_match(
                     f"The tensors of {source.hub_name!r} cannot be put together to the parameters "
                     f"of {type(skeleton).__name__}:\n{report or error}\n{_QUESTION}"
                 ) from error
+    _check_loaded(skeleton, found, source=source, shapes=shapes, odd=odd)
+
+
+def _check_loaded(
+    skeleton: PreTrainedModel,
+    found: Mapping[str, Any],
+    *,
+    source: ModelSource,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    odd: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> None:
+    """Refuse weights that are not those of the model; ModelSourceError: all are listed.
+
+    Args:
+        found: What transformers says that it has not loaded.
+        shapes: Of the tensors in the files.
+        odd: The shapes that some of them were taken to have.
+    """
     meant = [re.compile(pattern) for pattern in source.unmatched_tensors]
     prefix = skeleton.base_model_prefix
     if source.has_new_head and prefix:
@@ -261,16 +294,17 @@ def _check_match(
     wanted = skeleton.state_dict()
     lines = [f"  missing: {k}, {_shape(wanted.get(k))}" for k in unexpected(found["missing_keys"])]
     extra = unexpected(found["unexpected_keys"])
-    lines += [f"  extra: {key}, {_shape(tensors.get(key))}" for key in extra]
+    lines += [f"  extra: {key}, {shapes.get(key, 'shape unknown')}" for key in extra]
     differing = {key: (tuple(has), tuple(wants)) for key, has, wants in found["mismatched_keys"]}
     for key in (*unexpected(differing), *unexpected(odd)):
         has, wants = differing.get(key) or (shapes[key], odd[key])
         lines.append(f"  another shape: {key}, {has} instead of {wants}")
     if lines:
+        hint = _GGUF_HINT if is_gguf(source.hub_name) else _QUESTION
         raise ModelSourceError(
             f"{len(lines)} tensors of {source.hub_name!r} do not fit {type(skeleton).__name__}:\n"
             + "\n".join(lines)
-            + f"\n{_QUESTION} Tensors that may differ are named by model.unmatched_tensors "
+            + f"\n{hint} Tensors that may differ are named by model.unmatched_tensors "
             "(regular expressions): missing ones are then drawn anew, extra ones left out."
         )
 

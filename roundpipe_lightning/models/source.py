@@ -16,6 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from roundpipe_lightning.errors import ConfigurationError, RoundPipeError
+from roundpipe_lightning.models.gguf import find_gguf, is_gguf, read_fields
 from roundpipe_lightning.models.load import load_pretrained, map_without_values, seeded
 from roundpipe_lightning.models.quantized import quantize_frozen
 from roundpipe_lightning.models.weight_files import (
@@ -85,8 +86,9 @@ class ModelSource:
             for random weights; published weights bring their own.
         architecture_of: The name on the hub whose architecture that is; None: nobody's.
         revision: Branch, tag or commit of the weights on the hub; None: the newest.
-        hub_name: Name on the Hugging Face hub (`"Qwen/Qwen3-0.6B"`) or a local folder written by
-            `save_pretrained`, for pretrained weights.
+        hub_name: Name on the Hugging Face hub (`"Qwen/Qwen3-0.6B"`), a local folder written by
+            `save_pretrained`, or a GGUF file (`package:NAME/FILE.gguf`: one in an installed Python
+            package), for pretrained weights.
         weights: `"random"`: drawn from the architecture's own initialisation, which needs no hub
             and no file; `"pretrained"`: read from the hub, its cache, or a local folder; `"auto"`:
             read where `hub_name` names another model than `architecture_of`.
@@ -182,6 +184,8 @@ class ModelSource:
 
     def _published_config(self) -> PreTrainedConfig:
         assert self.hub_name is not None
+        if is_gguf(self.hub_name):
+            return AutoConfig.for_model(**read_fields(self.hub_name, self.config_changes))
         with _explained(self.hub_name):
             fields, _ = PreTrainedConfig.get_config_dict(self.hub_name, **self.hub_options)
             files = fields.get("auto_map")
@@ -206,6 +210,9 @@ class ModelSource:
         if not self.is_pretrained:
             return
         assert self.hub_name is not None
+        if is_gguf(self.hub_name):
+            find_gguf(self.hub_name)
+            return
         with _explained(self.hub_name):
             check_has_weights(self.hub_name, hub_options=self.hub_options)
 
@@ -301,7 +308,7 @@ class ModelSource:
         assert self.hub_name is not None
         if self.maps_weights:
             check_can_map()
-        config = self._published_config()
+        config = self.load_config() if is_gguf(self.hub_name) else self._published_config()
         self._check_form(config)
         with _explained(self.hub_name):
             return load_pretrained(self, config=config)
@@ -314,6 +321,12 @@ class ModelSource:
 
     def _check_form(self, config: PreTrainedConfig) -> None:
         """Refuse to map weights that are published as codes, and to quantise what stays codes."""
+        if self.keeps_weights_in_files and is_gguf(self.hub_name):
+            raise ConfigurationError(
+                "model.frozen_weights=mmap maps safetensors files, and the weights of "
+                f"{self.hub_name!r} are dequantised into memory. Write them to a folder, and train "
+                f"that: roundpipe-export model={self.hub_name} dtype=bf16 output_dir=FOLDER."
+            )
         is_packed = getattr(config, "quantization_config", None) is not None
         is_packed |= self.unpacks and self.hub_name == self.architecture_of
         ways = ["model.frozen_weights=memory"] if self.keeps_weights_in_files else []

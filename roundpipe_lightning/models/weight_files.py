@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.store.flat_buffers import MappedParameter, is_mapped
 from roundpipe_lightning.errors import CheckpointError, ConfigurationError, ModelSourceError
 from roundpipe_lightning.files import checksum, find_damage, name_of
+from roundpipe_lightning.models.gguf import is_gguf
 
 MARKER = "roundpipe_export.json"
 """A file that says that the folder is an export, so that the next one may replace it. It has the
@@ -59,7 +60,7 @@ def reach_options(name: str) -> dict[str, bool]:
     Where it does not, only its cache is looked into: transformers would ask for each file six
     times, which takes minutes even where all of them are in the cache.
     """
-    if Path(name).exists() or is_offline_mode() or getproxies():
+    if Path(name).exists() or is_gguf(name) or is_offline_mode() or getproxies():
         return {}
     url = urlsplit(constants.ENDPOINT)
     port = url.port or {"http": 80}.get(url.scheme, 443)

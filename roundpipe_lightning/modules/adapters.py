@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+from roundpipe_lightning.models.export import saves_embedding
 from roundpipe_lightning.models.load import first_lines, seeded, shape_differences
 from roundpipe_lightning.models.weight_files import check_exported, reach_options
 
@@ -223,7 +224,10 @@ def _load_adapter(model: PreTrainedModel, source: str, *, method: str) -> PeftMo
             adapted = cast("PeftModel", peft.get_peft_model(model, config))
         except (ValueError, NotImplementedError) as error:
             raise ModelSourceError(_another_base(source, config, str(error))) from error
-        lines = shape_differences(peft.get_peft_model_state_dict(adapted), weights)
+        known = peft.get_peft_model_state_dict(
+            adapted, save_embedding_layers=saves_embedding(adapted)
+        )
+        lines = shape_differences(known, weights)
         if lines:
             what = f"{len(lines)} differences: {first_lines(lines)}"
             raise ModelSourceError(_another_base(source, config, what))

@@ -12,6 +12,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
 from typing_extensions import override
 
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+from roundpipe_lightning.models.gguf import is_gguf, read_tokenizer
 from roundpipe_lightning.models.weight_files import reach_options, unreadable
 
 _SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -33,8 +34,9 @@ class TokenizerSource:
     """Source of a tokenizer; nothing is read until `load`.
 
     Attributes:
-        name: Name on the Hugging Face hub or a local folder with `tokenizer.json`; None: one token
-            for each byte, with a pad token and a chat template, which needs no file.
+        name: Name on the Hugging Face hub, a local folder with `tokenizer.json`, or a GGUF file;
+            None: one token for each byte, with a pad token and a chat template, which needs no
+            file.
         revision: Branch, tag or commit on the hub; None: the newest.
         chat_template: File with a Jinja template that takes the place of the tokenizer's own.
         pad_token: A token of the vocabulary to pad with, for tokenizers that have none.
@@ -51,6 +53,8 @@ class TokenizerSource:
         """The tokenizer; ModelSourceError: it cannot be found, or is none."""
         if self.name is None:
             return self._completed(byte_level_tokenizer())
+        if is_gguf(self.name):
+            return self._completed(read_tokenizer(self.name))
         return self._completed(_pretrained(AutoTokenizer, self))
 
     def _completed(self, tokenizer: Any) -> Any:
