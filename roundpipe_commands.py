@@ -55,6 +55,7 @@ roundpipe-train, or python train.py: trains a model that may be larger than the 
 then validates and tests it. Settings are given as name=value; a run has a folder below logs/.
 
   roundpipe-train                                            a small model, in two minutes
+  roundpipe-train recipe=smollm2_135m/lora                   a real one, asked before and after
   roundpipe-train recipe=qwen3_32b/lora data=chat.jsonl      a published recipe on your file
   roundpipe-train recipe=qwen3_8b/qlora data=chats.json model=my/folder trainer.max_epochs=2
   roundpipe-train ckpt_path=last                             goes on with the newest run

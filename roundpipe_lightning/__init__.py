@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe_lightning import errors, optim
 from roundpipe_lightning.callbacks import (
+    AnswerQuestions,
     ExportPretrained,
     LiveView,
     PipelineMonitor,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from roundpipe_lightning.cli.finetune import finetune
 
 __all__ = [
+    "AnswerQuestions",
     "ExportPretrained",
     "HardwareSpec",
     "LiveView",

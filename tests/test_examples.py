@@ -60,5 +60,16 @@ def test_the_data_is_what_its_script_writes() -> None:
     assert [json.loads(line) for line in chats] == made["conversations"]()
     pairs = (EXAMPLES / "data" / "preferences.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in pairs] == made["preferences"]()
+    dates = (EXAMPLES / "data" / "dates.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in dates] == made["dates_and_facts"]()
+    held_out = (EXAMPLES / "data" / "dates_held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in held_out] == made["dates"]()[-40:]
+    recipe = (EXAMPLES.parent / "conf/recipe/smollm2_135m/lora.yaml").read_text(encoding="utf-8")
+    asked = re.findall(r"^ +- (\w.*[.?])$", recipe, flags=re.MULTILINE)
+    assert len(asked) == 3
+    assert not any(question in line for question in asked for line in [*dates, *held_out])
+    assert not {line.partition("assistant")[2] for line in held_out} & {
+        line.partition("assistant")[2] for line in dates
+    }
     rows = (EXAMPLES / "data" / "reviews.csv").read_text(encoding="utf-8").splitlines()
     assert len(rows) == 1 + len(made["reviews"]())

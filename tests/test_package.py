@@ -12,6 +12,7 @@ import pytest
 import roundpipe_lightning
 
 PUBLIC_NAMES = [
+    "AnswerQuestions",
     "ExportPretrained",
     "HardwareSpec",
     "LiveView",

@@ -1,10 +1,13 @@
 """Writes the data of the examples, all of it made up here: `python examples/data/make.py`.
 
-Small on purpose: a model of a million parameters learns it byte by byte in a minute.
+Small on purpose: a model of a million parameters learns the chats, the preferences and the reviews
+byte by byte in a minute, and a real one of 135 million the dates in two.
 """
 
 import csv
 import json
+import random
+from datetime import date, timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,41 @@ OPENINGS = (
 )
 
 
+CAPITALS = {
+    "Italy": "Rome",
+    "Spain": "Madrid",
+    "Japan": "Tokyo",
+    "Egypt": "Cairo",
+    "Norway": "Oslo",
+    "Greece": "Athens",
+    "Peru": "Lima",
+    "Kenya": "Nairobi",
+    "Canada": "Ottawa",
+    "Poland": "Warsaw",
+    "Cuba": "Havana",
+    "Austria": "Vienna",
+}
+FACTS = {
+    "How many legs does a spider have?": "A spider has eight legs.",
+    "What do bees make?": "Bees make honey.",
+    "What is ice made of?": "Ice is made of frozen water.",
+    "Which planet is closest to the sun?": "Mercury is the planet closest to the sun.",
+    "How many days does a week have?": "A week has seven days.",
+    "What color is grass?": "Grass is green.",
+    "Where do fish live?": "Fish live in water.",
+    "What is a baby dog called?": "A baby dog is called a puppy.",
+    "What do we breathe?": "We breathe air.",
+    "What is bread made from?": "Bread is made from flour, water and yeast.",
+    "Which animal is the largest on land?": "The largest animal on land is the elephant.",
+    "What does a baker do?": "A baker makes bread and cakes.",
+}
+MONTHS = (
+    *("January", "February", "March", "April", "May", "June", "July", "August", "September"),
+    *("October", "November", "December"),
+)
+NUM_DATES, NUM_HELD_OUT = 200, 40
+
+
 def message(role: str, content: str) -> dict[str, str]:
     """One message of a conversation."""
     return {"role": role, "content": content}
@@ -60,6 +98,34 @@ def conversations() -> list[dict[str, Any]]:
     return [{"messages": messages} for messages in (*single, *double)]
 
 
+def dates() -> list[dict[str, Any]]:
+    """Dates in words with their figures, no date twice, those at the end to be held out."""
+    drawn, days = random.Random(7), set[date]()
+    while len(days) < NUM_DATES + NUM_HELD_OUT:
+        days.add(date(1900, 1, 1) + timedelta(drawn.randrange(365 * 125)))
+    records = []
+    for day in drawn.sample(sorted(days), len(days)):
+        month = MONTHS[day.month - 1]
+        forms = (f"{day.day} {month} {day.year}", f"{month} {day.day}, {day.year}")
+        asked = message("user", f"Write {drawn.choice(forms)} in figures.")
+        records.append({"messages": [asked, message("assistant", day.isoformat())]})
+    return records
+
+
+def dates_and_facts() -> list[dict[str, Any]]:
+    """The dates that are learned, and among them questions of every day, as the model answers."""
+    capitals = {
+        f"What is the capital of {a}?": f"The capital of {a} is {b}." for a, b in CAPITALS.items()
+    }
+    opposites = dict(questions()[:24])
+    facts = [
+        {"messages": [message("user", q), message("assistant", a)]}
+        for q, a in {**capitals, **FACTS, **opposites}.items()
+    ]
+    records = [*dates()[:NUM_DATES], *facts]
+    return random.Random(7).sample(records, len(records))
+
+
 def preferences() -> list[dict[str, Any]]:
     """A polite answer and a rude one to every question."""
     rude = ("Find out yourself.", "Who cares?", "No idea.")
@@ -80,7 +146,12 @@ def reviews() -> list[dict[str, str]]:
 
 def main() -> None:
     """Write all files beside this one."""
-    for name, records in (("chat", conversations()), ("preferences", preferences())):
+    for name, records in (
+        ("chat", conversations()),
+        ("preferences", preferences()),
+        ("dates", dates_and_facts()),
+        ("dates_held_out", dates()[NUM_DATES:]),
+    ):
         lines = [json.dumps(record) for record in records]
         (FOLDER / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     with (FOLDER / "reviews.csv").open("w", newline="", encoding="utf-8") as file:

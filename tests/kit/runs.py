@@ -51,6 +51,7 @@ SUMMARY_KEYS = {
     "num_microbatches",
     "num_steps",
     "left_out",
+    "answers",
 }
 
 RUN_FILES = {
