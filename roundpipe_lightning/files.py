@@ -67,9 +67,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file with names and values; raises as `read_yaml`."""
     text = _limited_text(path)
     try:
-        return _mapping(path, json.loads(text))
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not JSON: {error}.") from error
+    return _mapping(path, content)
 
 
 def _limited_text(path: Path) -> str:

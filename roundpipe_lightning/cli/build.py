@@ -22,7 +22,7 @@ from roundpipe_lightning.cli.callbacks import GracefulInterrupt, RunStatistics, 
 from roundpipe_lightning.cli.job import Job
 from roundpipe_lightning.cli.objects import build, build_each, whole
 from roundpipe_lightning.cli.plan.answer import check_memory
-from roundpipe_lightning.cli.run_folder import find_run
+from roundpipe_lightning.cli.run_folder import find_run, written_settings
 from roundpipe_lightning.data import (
     ClassificationDataModule,
     FileDataModule,
@@ -143,7 +143,7 @@ def _go_on_from(checkpoint: str | None, config: DictConfig) -> None:
     earlier = find_run(Path(checkpoint))
     if earlier is None:
         return
-    samples: Any = OmegaConf.to_container(config.data, resolve=True)
+    samples = written_settings(config)["data"]
     differing = [
         f"data.{key}={earlier.value(f'data.{key}')}"
         for key in _SAMPLES
@@ -168,7 +168,7 @@ def log_settings(run: Run) -> None:
 
     A run that goes on has its settings already; MLflow lets nobody change them.
     """
-    settings: Any = OmegaConf.to_container(run.config, resolve=True)
+    settings = written_settings(run.config)
     nodes = [node for node in (run.config.logger or {}).values() if node is not None]
     for node, logger in zip(nodes, run.trainer.loggers, strict=False):  # a short trial has one
         key = next((key for key in _RUN_NAMES if key in node), None)

@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from roundpipe_lightning.checkpoint.compatibility import check_versions, left_ou
 from roundpipe_lightning.checkpoint.folder import Folder, check_form, is_checkpoint_folder
 from roundpipe_lightning.checkpoint.io import read_checkpoint
 from roundpipe_lightning.cli.build import find_checkpoint
-from roundpipe_lightning.cli.objects import build, read_adapters, run_explained
+from roundpipe_lightning.cli.objects import build, read_adapters, run_explained, visible
 from roundpipe_lightning.cli.run_folder import SavedRun, find_run, is_run
 from roundpipe_lightning.cli.train import write_card
 from roundpipe_lightning.engine.device.host_memory import check_host_memory
@@ -218,7 +217,7 @@ def talk(options: argparse.Namespace) -> int:
         module = ChatModule(
             model,
             source.load(),
-            write=partial(print, end="", flush=True),
+            write=lambda text: print(visible(text), end="", flush=True),
             system=options.system,
             max_new_tokens=options.max_new_tokens,
             **(sampled if options.temperature > 0 else {"do_sample": False}),
@@ -236,7 +235,7 @@ def talk(options: argparse.Namespace) -> int:
             )
             trainer.predict(module, module.questions(_ask), return_predictions=False)
     except RoundPipeError as error:
-        sys.stderr.write(f"Error: {error}\n")
+        sys.stderr.write(f"Error: {visible(str(error))}\n")
         return EXIT_BAD_INPUT
     finally:
         logging.disable(logging.NOTSET)

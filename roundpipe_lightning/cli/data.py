@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from roundpipe_lightning.cli.objects import build, run_explained, whole
+from roundpipe_lightning.cli.objects import build, run_explained, visible, whole
 from roundpipe_lightning.data import ByteDataModule, ClassificationDataModule, FileDataModule
 from roundpipe_lightning.data.samples import IGNORED, Sample
 from roundpipe_lightning.errors import ConfigurationError
@@ -38,13 +38,14 @@ def show(config: DictConfig) -> None:
         samples = (each for record in data.files.read(part) for each in data.samples_of(record))
         first = next(samples, None)
         form = data.forms.found[part][0].name if part in data.forms.found else "texts with a class"
-        console.print(f"{part}: {'no sample' if first is None else form}", markup=False)
+        what = "no sample" if first is None else form
+        console.print(f"{visible(str(part))}: {what}", markup=False)
         if form not in shown and first is not None:
             shown.add(form)
             answers = first if isinstance(first, tuple) else (first,)
             names = ("chosen", "rejected")
             if isinstance(data, ClassificationDataModule):
-                console.print(f"class {data.classes[first['labels']]}:", markup=False)
+                console.print(visible(f"class {data.classes[first['labels']]}:"), markup=False)
                 tokens = first["input_ids"]
                 answers = (Sample(input_ids=tokens, labels=torch.full_like(tokens, IGNORED)),)
             if answers[-1] is True or answers[-1] is False:  # of a judged answer
@@ -56,7 +57,7 @@ def show(config: DictConfig) -> None:
                     console.print(marked(sample, data.tokenizer, most=most))
     logging.getLogger(rank_zero.log.name).setLevel(logging.WARNING)  # the summary is printed here
     data.setup()
-    console.print(data.summary, markup=False)
+    console.print(visible(data.summary), markup=False)
 
 
 def marked(sample: Sample, tokenizer: Any, *, most: int) -> Text:
@@ -68,6 +69,7 @@ def marked(sample: Sample, tokenizer: Any, *, most: int) -> Text:
         words = "|".join(tokenizer.decode([token]) for token in tokens[:most]).replace(
             "\n", "\\n\n"
         )
+        words = visible(words)
         text.append(f"[[{words}]]" if is_learned else words, "green" if is_learned else "")
         most -= len(tokens)
     text.append(

@@ -88,6 +88,7 @@ class Job:
     """
 
     def __init__(self, config: DictConfig, *, models: dict[str, MetaModel] | None = None) -> None:
+        check_numbers(config)
         self._given = config
         self._models = {} if models is None else models
         self.config = config = config.copy()
@@ -515,6 +516,34 @@ class Job:
         for key, value in changes.items():
             OmegaConf.update(config, key, value, merge=False)
         return Job(config, models=self._models)
+
+
+_MOST = {
+    **dict.fromkeys(("trainer.devices", "hardware.cpu_workers"), 4096),
+    **dict.fromkeys(("optimizer.num_threads", "data.num_workers"), 4096),
+    "hardware.workers_per_device": 64,
+    "nodes": 100_000,
+    **dict.fromkeys(("partition.num_microbatches", "partition.round_size"), 1_000_000),
+    "partition.team_size": 4096,
+    **dict.fromkeys(("data.batch_size", "trainer.accumulate_grad_batches"), 10_000_000),
+    "data.seq_len": 1_000_000_000,
+    "model.architecture.num_hidden_layers": 10_000,
+    **dict.fromkeys(
+        (f"model.architecture.{name}" for name in ("hidden_size", "intermediate_size", "head_dim")),
+        10_000_000,
+    ),
+    "model.architecture.vocab_size": 1_000_000_000,
+    "model.architecture.num_experts": 100_000,
+}
+"""Numbers beyond which no machine goes: threads, lists and tensors are made of them at once."""
+
+
+def check_numbers(config: DictConfig) -> None:
+    """Refuse numbers that no machine has, before anything is made of them."""
+    for key, most in _MOST.items():
+        value = OmegaConf.select(config, key)
+        if isinstance(value, (int, float)) and not -most <= value <= most:
+            raise ConfigurationError(f"{key}={value}: give {most:,} or less.")
 
 
 class _WithoutValues(Adapters):

@@ -70,6 +70,11 @@ def _for_commands(text: str) -> str:
     return text
 
 
+def visible(text: str) -> str:
+    """Return a text without what a terminal would obey: a sample may set its title or clipboard."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda sign: f"\\x{ord(sign[0]):02x}", text)
+
+
 def run_explained(job: Callable[[DictConfig], Result], config: DictConfig) -> Result | int:
     """Run a job of a command: an error that a user can mend is one message and an exit status.
 
@@ -81,7 +86,7 @@ def run_explained(job: Callable[[DictConfig], Result], config: DictConfig) -> Re
         folder = str(OmegaConf.select(config, "paths.output_dir"))
         if not _is_about_settings(error, folder) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        text = _for_commands(str(error))
+        text = visible(_for_commands(str(error)))
         if isinstance(error, OmegaConfBaseException):
             text = f"{error.full_key or 'conf'}: {text.splitlines()[0]}. --cfg job shows all."
         if isinstance(error, OSError) and error.errno is not None:

@@ -23,6 +23,9 @@ from typing import Any
 if sys.platform != "win32":
     import fcntl
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
+
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import read_json, read_yaml, write_text
 
@@ -142,6 +145,23 @@ class SavedRun:
             )
         merged: dict[str, Any] = _merged(_without_trust(saved), changes)
         return None if merged["_target_"] is None else merged
+
+
+def written_settings(config: DictConfig) -> dict[str, Any]:
+    """Return a configuration as values, but for those of the environment: they may be secrets.
+
+    `token=${oc.env:HF_TOKEN}` stays as it was typed, where settings are saved or logged.
+    """
+
+    def as_typed(*words: object) -> str:
+        return f"${{oc.env:{','.join(map(str, words))}}}"
+
+    OmegaConf.register_new_resolver("oc.env", as_typed, replace=True)
+    try:
+        values: Any = OmegaConf.to_container(config, resolve=True)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+    return dict(values)
 
 
 def line(value: object) -> str:

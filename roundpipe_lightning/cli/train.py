@@ -36,7 +36,7 @@ from roundpipe_lightning.cli.build import (
 )
 from roundpipe_lightning.cli.callbacks import LastCheckpoint, hold_settings
 from roundpipe_lightning.cli.objects import check_switch, run_explained, whole
-from roundpipe_lightning.cli.run_folder import SavedRun, claim, line, mark_run
+from roundpipe_lightning.cli.run_folder import SavedRun, claim, line, mark_run, written_settings
 from roundpipe_lightning.errors import ConfigurationError, PlanError
 from roundpipe_lightning.files import read_json, write_text
 from roundpipe_lightning.models.gguf import is_gguf
@@ -247,7 +247,7 @@ def _save_config(run: Run) -> None:
     path = Path(run.config.paths.output_dir) / "config.yaml"
     if run.config.train or not path.exists():
         mark_run(path.parent)
-        write_text(path, OmegaConf.to_yaml(run.config, resolve=True))
+        write_text(path, OmegaConf.to_yaml(OmegaConf.create(written_settings(run.config))))
 
 
 def _save_plan(run: Run) -> None:

@@ -16,10 +16,11 @@ import roundpipe_commands
 from roundpipe_lightning.checkpoint.io import Form, RoundPipeCheckpointIO
 from roundpipe_lightning.cli.checkpoints import export
 from roundpipe_lightning.cli.run_folder import SavedRun, claim, find_run, mark_run
+from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.modules.source import byte_level_tokenizer
 from tests.kit.programs import run_program
-from tests.kit.runs import composed, run_here, train_small
+from tests.kit.runs import SMALL, composed, run_here, train_small
 from tests.lightning.test_checkpoint import flip_bit
 
 
@@ -344,3 +345,44 @@ def test_checkpoints_are_looked_through(run: Path, tmp_path: Path, form: Form) -
     done = run_program(roundpipe_commands.export, tmp_path, words[0], f"ckpt_path={best}")
     assert done.returncode == 2
     assert done.stdout.splitlines() == [damaged]
+
+
+def test_the_environment_is_not_written_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "hf_secret")
+    monkeypatch.setenv("STEPS", "1")
+    folder = tmp_path / "run"
+    config = composed(
+        *("train", *SMALL, f"paths.output_dir={folder}", "validate=false"),
+        "tags=['${oc.env:SECRET}','a ${oc.env:NONE,b}']",
+    )
+    config.trainer.max_steps = "${oc.decode:${oc.env:STEPS}}"
+    train(config)
+    assert config.tags == ["hf_secret", "a b"]
+    for file in folder.rglob("*"):
+        assert not file.is_file() or b"hf_secret" not in file.read_bytes()
+    saved = SavedRun.read(folder)
+    assert saved.value("tags") == ["${oc.env:SECRET}", "a ${oc.env:NONE,b}"]
+    assert saved.value("trainer.max_steps") == "${oc.env:STEPS}"
+
+
+ESCAPE = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J"
+
+
+@pytest.mark.parametrize("kind", ["sample", "name", "line", "field"])
+def test_nothing_of_data_is_obeyed_by_a_terminal(kind: str, tmp_path: Path) -> None:
+    name = f"a{ESCAPE}.jsonl" if kind == "name" else "a.jsonl"
+    text = ESCAPE if kind == "sample" else "x"
+    messages = [{"role": role, "content": text} for role in ("user", "assistant")]
+    content = json.dumps({"messages": messages})
+    if kind == "line":
+        content = f"{ESCAPE} no json"
+    elif kind == "field":
+        content = json.dumps({f"x{ESCAPE}": 1})
+    (tmp_path / name).write_text(f"{content}\n" * 20)
+    done = run_program(roundpipe_commands.data, tmp_path, "data=a*.jsonl")
+    assert "\x1b]52" not in done.stdout + done.stderr
+    if kind in ("sample", "name"):
+        assert done.returncode == 0, done.stderr
+        assert "\\x1b" in done.stdout

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 import roundpipe_commands
 from roundpipe_lightning import Plan
+from roundpipe_lightning.cli import job
 from roundpipe_lightning.cli.build import build_run, check_batches, find_checkpoint
 from roundpipe_lightning.cli.callbacks import FiniteCheck
 from roundpipe_lightning.cli.job import Job, MetaModel
@@ -758,3 +759,10 @@ def test_an_optimizer_s_option_that_is_typed_holds_for_a_run_that_goes_on(tmp_pa
         assert scheduler["base_lrs"] == [float(lr or 0.001)]
         assert 0 < group["lr"] <= group["initial_lr"]
         assert scheduler["_last_lr"] == [group["lr"]]
+
+
+@pytest.mark.parametrize("key", [*job._MOST])
+def test_a_number_that_no_machine_has_is_refused_at_once(key: str, tmp_path: Path) -> None:
+    most = job._MOST[key]
+    with pytest.raises(ConfigurationError, match=rf"{key}={most + 1}: give {most:,} or less"):
+        train_small(tmp_path, f"++{key}={most + 1}")

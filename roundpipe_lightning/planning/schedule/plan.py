@@ -311,7 +311,7 @@ class Plan(PipelineLayout):
         """Read the JSON form; PlanError: it is none of this version, or of a plan that can run."""
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"Not a plan: {error}.") from error
         version = values.pop("format_version", None) if isinstance(values, dict) else None
         if version != FORMAT_VERSION:
