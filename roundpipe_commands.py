@@ -7,6 +7,7 @@ which takes seconds. What needs neither (`--help`, `--cfg job`, a wrong key) doe
 from __future__ import annotations
 
 import argparse
+import codecs
 import difflib
 import gc
 import importlib
@@ -18,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from inspect import signature
@@ -97,6 +98,7 @@ def _launch(name: str) -> None:
     """
     import hydra
 
+    guard_streams()
     folder = _config_folder()
     # behind the options: Hydra reads settings in one go
     sys.argv[1:] = sorted(in_settings(sys.argv[1:], folder, command=name), key=_is_setting)
@@ -151,9 +153,53 @@ def _launch(name: str) -> None:
         screen.write(errors.getvalue())
     _compare(jobs)
     statuses = [entry["status"] for entry in jobs]
-    status = EXIT_ERROR if EXIT_ERROR in statuses else max(statuses, default=0)
-    if status:
+    if status := EXIT_ERROR if EXIT_ERROR in statuses else max(statuses, default=0):
         sys.exit(status)
+
+
+class _Stream:
+    """A standard stream that may end (`| head`), or be full: the rest is left out, the run goes on.
+
+    The log in the run's folder has all of it.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._ending_quietly():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._ending_quietly():
+            self._stream.flush()
+
+    @contextmanager
+    def _ending_quietly(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())  # what is still buffered ends there, too
+            os.close(nowhere)
+
+
+def guard_streams() -> None:
+    """Make standard streams take any text, and let none of them end a command."""
+    if sys.stdin is None:  # closed
+        sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115 - to the end
+    elif hasattr(sys.stdin, "reconfigure"):
+        is_ascii = codecs.lookup(sys.stdin.encoding).name == "ascii"  # bytes of UTF-8 are no error
+        sys.stdin.reconfigure(encoding="utf-8" if is_ascii else None, errors="replace")
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, _Stream(stream))
 
 
 class RunFolder(Callback):
@@ -271,6 +317,7 @@ def chat(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chat-template", help="file with a Jinja template")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
+    guard_streams()
     options = parser.parse_args(arguments)
     wrong = [word for word in options.settings if not _is_setting(word)]
     if wrong:
@@ -294,6 +341,7 @@ def merge(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="also read objects other than tensors, numbers and text: reading them may run code",
     )
+    guard_streams()
     options = parser.parse_args(arguments)
     merge_checkpoint = _module("checkpoint.io").merge_checkpoint
     from roundpipe_lightning.errors import CheckpointError

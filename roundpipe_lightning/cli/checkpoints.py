@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -218,13 +219,15 @@ def talk(options: argparse.Namespace) -> int:
             model,
             source.load(),
             write=lambda text: print(visible(text), end="", flush=True),
-            system=options.system,
+            system=options.system and os.fsencode(options.system).decode(errors="replace"),
             max_new_tokens=options.max_new_tokens,
             **(sampled if options.temperature > 0 else {"do_sample": False}),
         )
         logging.disable(logging.INFO)  # what Lightning says of devices and loaders
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="lightning")
+            # of a model of one block: every token passes through it as a whole
+            warnings.filterwarnings("ignore", message="No stack of blocks was found in ChatModule")
             trainer = Trainer(
                 strategy=RoundPipeStrategy(),
                 devices=1,
@@ -288,7 +291,7 @@ def _ask() -> str | None:
     while True:
         try:
             question = input("> ")
-        except (EOFError, KeyboardInterrupt):
+        except (EOFError, KeyboardInterrupt, ValueError):  # a closed standard input, too
             sys.stdout.write("\n")
             return None
         if question.strip():

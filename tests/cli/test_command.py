@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -598,3 +599,23 @@ def test_a_refused_run_leaves_a_folder_of_ones_own(
     assert done.returncode == 2, done.stderr
     assert sorted(mine.rglob("*")) == before
     assert all(path.read_text() == "mine" for path in before if path.is_file())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a stream that is full")
+@pytest.mark.parametrize("ends", ["2>&1 | head -n 1", ">/dev/full", "2>&-", ">&- 2>&-"])
+def test_a_stream_that_ends_does_not_end_a_training(tmp_path: Path, ends: str) -> None:
+    words = shlex.join(command("hydra.run.dir=run", "validate=false"))
+    done = subprocess.run(
+        ["bash", "-c", f"{words} {ends}; exit ${{PIPESTATUS[0]}}"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert "Finished" in (tmp_path / "run" / "train.log").read_text()
