@@ -485,6 +485,7 @@ def test_pieces_read_the_weights_as_often_as_there_are_pieces() -> None:
         name="b",
         forward=reads,
         backward=reads,
+        boundary_bytes=Amount(per_token=2),
         kept_bytes=Amount(fixed=5, per_token=2),
         peak_bytes=Peak(amounts=(Amount(fixed=7, per_token=4),)),
     )
@@ -496,6 +497,8 @@ def test_pieces_read_the_weights_as_often_as_there_are_pieces() -> None:
     assert piece.forward_seconds == pytest.approx(small.forward_seconds)
     assert piece.activation_bytes == 5 + 2 * 128
     assert piece.activation_bytes + piece.working_bytes == 7 + 4 * 128
+    once = WorkProfile(blocks=(replace(part, boundary_bytes=Amount(fixed=8)),))
+    assert once.pieces(4).blocks[0].boundary_bytes == Amount(fixed=2)  # of one batch all is fixed
 
 
 TWO_ROWS = MicrobatchShape(sequences=2, seq_len=3)

@@ -243,14 +243,17 @@ class WorkProfile:
     def pieces(self, count: int) -> WorkProfile:
         """Return the work on one of several pieces of a batch, whose head and tail run whole.
 
-        Their time counts as spread over the pieces; their memory does not.
+        Their time counts as spread over the pieces; their memory does not. Where only one batch
+        was measured, nothing says what of its work is fixed, so all of it is divided.
         """
         share = 1.0 / count
+        is_known = any(block.boundary_bytes.per_token for block in self.blocks)
+        piece = BlockWork.piece if is_known else BlockWork.part
 
         def spread(part: BlockWork) -> BlockWork:
             return replace(part, forward=part.forward * share, backward=part.backward * share)
 
-        blocks = tuple(block.piece(share) for block in self.blocks)
+        blocks = tuple(piece(block, share) for block in self.blocks)
         return replace(self, blocks=blocks, head=spread(self.head), tail=spread(self.tail))
 
     def each(self, change: Callable[[BlockWork], BlockWork]) -> WorkProfile:
