@@ -2,6 +2,7 @@ import importlib
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,9 @@ from benchmarks.published_schedules import (
 from benchmarks.throughput_systems import architecture_of
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.schedule.schedule import Schedule, validate_schedule
+from roundpipe_lightning.planning.search.partition import Effort
+from roundpipe_lightning.planning.search.planner import plan_training
+from roundpipe_lightning.planning.search.request import PlanningRequest
 from tests.kit.programs import run_program
 
 GOLDEN = {
@@ -130,6 +134,30 @@ def test_an_unknown_model_is_planned_by_its_hop_alone(
     text = capsys.readouterr().out
     assert "other looped_bfs" in text
     assert "worker 3: " in text
+
+
+@pytest.mark.parametrize(("name", "most"), [("llama3_1_8b", 1.03), ("gpt_oss_20b", 1.01)])
+def test_a_plain_step_takes_little_longer_than_a_fused_one(
+    benchmark: ModuleType, name: str, most: float
+) -> None:
+    """With uploads counted: kept graphs and shared backward stages make up for the barrier."""
+    timings = benchmark.load_timings(benchmark.DEFAULT_TIMINGS)
+    model = next(model for model in timings.models if model.name == name)
+    request = PlanningRequest(
+        num_microbatches=16, hop_seconds=model.hop_seconds, effort=Effort(num_actions=2_000_000)
+    )
+    fused, plain = (
+        plan_training(
+            model.profile,
+            hardware=benchmark.machine(timings.num_devices),
+            request=replace(request, plain=is_plain),
+        )
+        for is_plain in (False, True)
+    )
+    partition = plain.plan.partition
+    assert partition.plain
+    assert partition.keeps_graphs or plain.plan.shares_backward
+    assert plain.timeline.makespan_seconds < most * fused.timeline.makespan_seconds
 
 
 ROOT = Path(__file__).parents[2]

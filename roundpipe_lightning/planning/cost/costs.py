@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from roundpipe_lightning.errors import PlanError
 from roundpipe_lightning.planning.model.profile import ModelProfile, prefix_sums
+from roundpipe_lightning.planning.schedule.plan import PipelineConfig
 from roundpipe_lightning.planning.schedule.stages import (
     Partition,
     RecomputePolicy,
@@ -304,7 +305,7 @@ class PartitionTable:
             sizes[:, self.fused] += getattr(profile.tail, size)
         return sizes
 
-    def neighbours(self, distance: int, *, goes_on: bool, shares_backward: bool = False) -> Counts:
+    def neighbours(self, distance: int, config: PipelineConfig) -> Counts:
         """Return the column of the stage so many places on; -1 where none is.
 
         The last stages of a round are followed by the first ones of the next, if there is one. A
@@ -312,11 +313,11 @@ class PartitionTable:
         """
         count = self.num_turns[:, None]
         turn = self.turns + distance
-        if shares_backward:
+        if config.shares_backward:
             first = self.fused - self.first[:, None]  # turn of the first BACKWARD stage
             behind = self.turns + np.sign(distance)
             turn = np.where(self.turns < first, np.minimum(turn, first), behind)
-        if goes_on:
+        if config.goes_on:
             turn = turn % count
             is_other = distance % count != 0
         else:

@@ -210,11 +210,10 @@ class Footprint:
             return {**sizes, MemoryKind.GRADIENTS: gradients}
         weights = table.part_sums(self.profile, "parameter_bytes")
         slots = weights
-        travel = {"goes_on": config.goes_on, "shares_backward": config.shares_backward}
         if config.weight_slots > 1:
-            after = table.neighbours(teams, **travel)
+            after = table.neighbours(teams, config)
             slots = weights + _at(weights, after)
-        before = table.neighbours(-teams, **travel)
+        before = table.neighbours(-teams, config)
         sizes[MemoryKind.WEIGHTS] = slots + self._expanded_bytes(table)
         sizes[MemoryKind.GRADIENTS] = gradients + _at(gradients, before)
         sizes[MemoryKind.RESERVED] = self._reserved * ones
@@ -279,11 +278,7 @@ class Footprint:
         """Say at which of a layout's stages a block lies in a slot for weights."""
         has: npt.NDArray[np.bool_] = ((table.start <= block) & (block < table.stop))[0]
         if layout.weight_slots > 1:
-            after = table.neighbours(
-                self.num_teams(layout),
-                goes_on=layout.goes_on,
-                shares_backward=layout.shares_backward,
-            )[0]
+            after = table.neighbours(self.num_teams(layout), layout)[0]
             has = has | ((after >= 0) & has[after])
         return has
 
