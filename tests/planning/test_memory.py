@@ -102,6 +102,8 @@ def test_kept_graphs_are_counted_for_every_microbatch_of_a_worker() -> None:
     model = memory()
     sizes = model.footprint.stage_bytes(layout)
     assert sizes[MemoryKind.ACTIVATIONS].tolist() == [2_000, 43_000, 43_000, 23_000]
+    # of B0's 16,000 bytes 5,000 come as the block's part of the first graph goes
+    assert sizes[MemoryKind.GRADIENTS].tolist() == [0, 0, 11_000, 34_000]
     # F1 and B0, in a row on one worker, have the same weights; F0 and B1 are on the other
     assert sizes[MemoryKind.WEIGHTS].tolist() == [34_000 + 34_000, 16_000, 16_000, 34_000]
     team = replace(layout, team_size=2)

@@ -215,7 +215,15 @@ class Footprint:
             slots = weights + _at(weights, after)
         before = table.neighbours(-teams, config)
         sizes[MemoryKind.WEIGHTS] = slots + self._expanded_bytes(table)
-        sizes[MemoryKind.GRADIENTS] = gradients + _at(gradients, before)
+        others = _at(gradients, before)
+        # Blocks' gradients come as the first of the kept graphs goes. The tail's come before that.
+        freed, come = (
+            table.unit_sums(self.profile.running_sums(size))[:, fused]
+            - getattr(self.profile.tail, size)
+            for size in ("activation_bytes", "trainable_bytes")
+        )
+        gradients[:, fused] -= np.where(table.keeps, np.minimum(freed, come), 0.0)
+        sizes[MemoryKind.GRADIENTS] = gradients + others
         sizes[MemoryKind.RESERVED] = self._reserved * ones
         return sizes
 
