@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_lightning.emulation.placement import Operand, operands_of
-from roundpipe_lightning.emulation.tagged_tensor import raw_of, tag_of
+from roundpipe_lightning.emulation.tagged_tensor import TaggedTensor, raw_of, tag_of
 
 HOST = "the host"  # the line of all host threads
 
@@ -185,6 +185,12 @@ def _message(name: str, old: Access, new: Access) -> str:
     )
 
 
+def _has_values(kind: type) -> bool:
+    """Whether tensors of a class are memory, and not stand-ins that compute something else."""
+    own = kind.__torch_dispatch__
+    return own is Tensor.__torch_dispatch__ or issubclass(kind, TaggedTensor)
+
+
 class WatchedOperations(TorchDispatchMode):
     """Tells the checker of every operation of a thread.
 
@@ -203,7 +209,7 @@ class WatchedOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload) or func.is_view:
+        if not isinstance(func, OpOverload) or func.is_view or not all(map(_has_values, types)):
             return func(*args, **kwargs)
         operands = list(operands_of(func, args, kwargs, place_of=tag_of))
         line = self._line(operands)

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -31,6 +31,7 @@ from roundpipe_lightning.emulation.tagged_tensor import (
     TaggedTensor,
     on_hardware,
     raw_of,
+    swap,
     tag,
     tag_of,
     tagged_mode,
@@ -71,6 +72,22 @@ class EmulatedDevice(Device):
     def thread_context(self) -> contextlib.AbstractContextManager[Any]:
         """Let factories (`torch.arange(n, device=x.device)`) make tensors with tags."""
         return tagged_mode()
+
+    def put(self, parameter: nn.Parameter, values: Tensor) -> Tensor:
+        here = values.detach()
+        if tag_of(here) is None:  # a server without tags
+            return super().put(parameter, here)
+        requires_grad, here._is_param = parameter.requires_grad, True  # type: ignore[attr-defined]  # noqa: SLF001
+        swap(parameter, here)
+        parameter.requires_grad_(requires_grad)
+        return here
+
+    def put_back(self, parameter: nn.Parameter, before: Tensor) -> None:
+        if tag_of(parameter) is None:
+            super().put_back(parameter, before)
+            return
+        before.requires_grad_(parameter.requires_grad)
+        swap(parameter, before)
 
 
 _SHORT_BYTES = 2**16
@@ -132,7 +149,7 @@ class EmulatedServer:
         Between devices each one's compute waits for the other's. The host waits for a copy of
         memory that is not page-locked, and the copy for all compute before it.
         """
-        devices = [device for device in self.devices if device.name in (tag_of(tensor), target)]
+        devices = [self._device_named(n) for n in {tag_of(tensor), target} if n is not None]
         end = max((device.compute.mark() for device in devices), default=0.0)
         for device in devices:
             seconds = tensor.nbytes / self.timing.upload_bytes_per_second
@@ -154,9 +171,16 @@ class EmulatedServer:
             self.checker.wait(other, self.checker.stamp(line))
         return made
 
+    def _device_named(self, name: str | None) -> ServedDevice:
+        """Return a device by its name: with the queue on which the calling thread computes."""
+        active = self.active_device
+        if active is not None and active.name == name:
+            return active
+        return next(device for device in self.devices if device.name == name)
+
     def begin_read(self, tensor: Tensor) -> Callable[[], Any]:
         """Return what waits for all compute before now, and then gives a tensor's values."""
-        device = next(device for device in self.devices if device.name == tag_of(tensor))
+        device = self._device_named(tag_of(tensor))
         made, values = device.mark_event("a number is read"), raw_of(tensor).tolist()
 
         def read() -> Any:
@@ -253,9 +277,9 @@ class _Work(torch.autograd.Function):
 class ServedDevice(EmulatedDevice):
     """A device of an emulated server."""
 
-    def __init__(self, index: int, *, server: EmulatedServer) -> None:
+    def __init__(self, index: int, *, server: EmulatedServer, queue_name: str = "") -> None:
         super().__init__(index)
-        self.server = server
+        self.server, self._index, self.queue_name = server, index, queue_name
         self.speed = server.speeds[index]
         if not server.tags:
             self.torch_device = torch.device("cpu")
@@ -264,7 +288,8 @@ class ServedDevice(EmulatedDevice):
         self.compute = ComputeQueue(
             host=server.host, delay=server.timing.delays(f"compute of {self.name}")
         )
-        self.line = f"the compute queue of {self.name}"
+        of_queue = f" for {queue_name}" if queue_name else ""
+        self.line = f"the compute queue of {self.name}{of_queue}"
         timing = server.timing
         self._links = {
             queue: LinkQueue(
@@ -280,6 +305,9 @@ class ServedDevice(EmulatedDevice):
             )
         }
         self._num_buffers = 0
+
+    def with_own_queue(self) -> Device:
+        return ServedDevice(self._index, server=self.server, queue_name="user code")
 
     @functools.cached_property
     def autograd(self) -> ThreadPoolExecutor:
@@ -366,7 +394,8 @@ class ServedDevice(EmulatedDevice):
         checker = self.server.checker
         if checker is None:
             return {}
-        line = f"the {queue.value} queue of {self.name}"
+        of_queue = f" for {self.queue_name}" if self.queue_name else ""
+        line = f"the {queue.value} queue of {self.name}{of_queue}"
         checker.begin(line, [event.stamp for event in after if isinstance(event, EmulatedEvent)])
         what = f"{queue.value} in {threading.current_thread().name}"
         checker.access(raw_of(src), line=line, writes=False, what=what)
@@ -422,6 +451,7 @@ class ServedDevice(EmulatedDevice):
                 contexts.enter_context(on_hardware(self.server))
             if self.server.checker is not None:
                 lines = {device.name: device.line for device in self.server.devices}
+                lines[self.name] = self.line
                 watched = WatchedOperations(
                     self.server.checker, lines, is_unnamed=lambda: self.server.active_device is None
                 )

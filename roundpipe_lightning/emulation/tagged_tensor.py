@@ -96,6 +96,8 @@ class TaggedTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The call as the user wrote it: C++ would answer some without `__torch_dispatch__`."""
+        if not all(map(_comes_after, types)):
+            return NotImplemented
         kwargs = dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             special = _SPECIAL_FUNCTIONS.get(func)
@@ -142,6 +144,31 @@ class TaggedTensor(torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         return format(self.item() if self.dim() == 0 else repr(self), spec)
+
+
+@functools.cache
+def _comes_after(kind: type) -> bool:
+    """Whether a class of tensors has no functions of its own, which would go before these."""
+    own = getattr(kind, "__torch_function__", None)
+    return issubclass(kind, TaggedTensor) or own == torch.Tensor.__torch_function__.__get__(
+        None, kind
+    )
+
+
+def swap(parameter: torch.nn.Parameter, other: torch.Tensor) -> None:
+    """Exchange what a parameter and another tensor are; hooks go with the values.
+
+    What `parameter.data = values` does on hardware, where host and device tensors are of one class.
+    """
+    one, two = parameter.__dict__, other.__dict__
+    kinds = type(parameter), type(other)
+    for name in ("_raw", "_tag", "_is_param"):
+        values = one.pop(name, None), two.pop(name, None)
+        for attributes, value in zip((two, one), values, strict=True):
+            if value is not None:
+                attributes[name] = value
+    other.__class__, parameter.__class__ = kinds
+    torch._C._swap_tensor_impl(parameter, other)
 
 
 def tag(tensor: torch.Tensor, device_name: str) -> TaggedTensor:

@@ -20,15 +20,13 @@ import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from roundpipe_lightning.engine.chain.chain import Chain, Link, following_blocks
-from roundpipe_lightning.engine.device.threads import divided_intra_op_threads
-from roundpipe_lightning.engine.driver.block_calls import BlockForms
 from roundpipe_lightning.engine.driver.draws import mix
 from roundpipe_lightning.engine.driver.driver import Driver
 from roundpipe_lightning.engine.driver.lazy import gathered
 from roundpipe_lightning.engine.driver.route import Route
 from roundpipe_lightning.engine.driver.snapshot import Snapshot
 from roundpipe_lightning.engine.driver.step import Step
-from roundpipe_lightning.engine.worker.executor import Executor
+from roundpipe_lightning.engine.one_step import OneStepEngine
 from roundpipe_lightning.errors import BatchError
 from roundpipe_lightning.models.batches import batch_size_of
 from roundpipe_lightning.planning.report.step_record import WorkerState
@@ -63,23 +61,15 @@ class OneStepRuntime(PipelineRuntime):
 
     def _open_driver(self) -> Driver:
         if self._driver is None:
-            num_workers = len(self._devices)
-            num_threads = self._resources.enter_context(
-                divided_intra_op_threads(num_workers=num_workers)
-            )
-            executor = Executor(
-                num_workers=num_workers, prepare=partial(torch.set_num_threads, num_threads)
-            )
-            self._resources.callback(executor.close)
-            self._driver = Driver(
+            engine = OneStepEngine(
+                self._module,
                 self.blocks,
-                trainable=list(self._module.parameters()),
-                forms=BlockForms(executor.make_replica, trusts_rows=self._options.trust_rows),
-                executor=executor,
-                draws=executor.draws,
-                device=torch.device("cpu"),
+                devices=self._devices,
+                trusts_rows=self._options.trust_rows,
                 project=self._fusion,
             )
+            with torch.inference_mode(mode=False):  # else the parameters could not be trained
+                self._driver = self._resources.enter_context(engine).driver
         return self._driver
 
     # A training batch ----------------------------------------------------------------------------

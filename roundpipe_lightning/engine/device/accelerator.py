@@ -215,9 +215,15 @@ class StreamEvent(Event):
 
 
 class AcceleratorDevice(Device):
-    """A worker on an accelerator, for example `torch.device("cuda", 1)`; an index is required."""
+    """A worker on an accelerator, for example `torch.device("cuda", 1)`; an index is required.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: The accelerator.
+        queue_name: Name of a compute stream of its own; empty: the default stream.
+    """
+
+    def __init__(self, device: torch.device, *, queue_name: str = "") -> None:
+        self.queue_name = queue_name
         if device.index is None:
             raise ValueError(f"device={device} needs an index, for example '{device.type}:0'.")
         self.name = str(device)
@@ -252,6 +258,9 @@ class AcceleratorDevice(Device):
 
     @functools.cached_property
     def _compute(self) -> Any:
+        if self.queue_name:
+            with torch.accelerator.device_index(self.torch_device.index):
+                return self.runtime.new_stream(self.torch_device)
         found: list[Any] = []
         ask = functools.partial(self.runtime.current_stream, self.torch_device)
         thread = threading.Thread(target=lambda: found.append(ask()))
@@ -270,6 +279,14 @@ class AcceleratorDevice(Device):
 
     def reaches(self, other: Device) -> bool:
         return self.runtime.reaches(other.torch_device)
+
+    def with_own_queue(self) -> Device:
+        if not (self.runtime.has_streams and self.runtime.records_streams):
+            return self
+        return AcceleratorDevice(self.torch_device, queue_name="user code")
+
+    def share(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._compute)
 
     def _recorded(self, queue: CopyQueue | None, name: str) -> StreamEvent:
         raw = self.runtime.new_event(self.torch_device)

@@ -30,7 +30,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from roundpipe_lightning.engine.device.events import DoneEvent, Event
 
@@ -50,6 +50,8 @@ class Device(ABC):
     # whether host tensors can be used in place. Then uploads and downloads are the identity, and
     # gradients are collected per microbatch, in order.
     shares_host_memory: bool = False
+    # devices of one name and one queue of it order their compute by themselves
+    queue_name: str = ""
     chunk_bytes: int = 2**24  # longest copy that a more urgent one cannot overtake
     can_compile: bool = True  # whether `torch.compile` works for its tensors
     # gives so many page-locked bytes, through which uploads of other memory go: they would stop the
@@ -161,6 +163,25 @@ class Device(ABC):
         `copy` to here then takes them as sources.
         """
         return self.name == other.name
+
+    def with_own_queue(self) -> Device:
+        """Return the same device with a compute queue of its own, where it can have several."""
+        return self
+
+    def share(self, tensor: Tensor) -> None:
+        """Note that compute of this queue uses a tensor that another queue of the device has made.
+
+        Its memory is used again only after what this queue has launched until the tensor is freed.
+        """
+
+    def put(self, parameter: nn.Parameter, values: Tensor) -> Tensor:
+        """Let a parameter have values here; return what is to be put back: those it had."""
+        before = parameter.data
+        parameter.data = values
+        return before
+
+    def put_back(self, parameter: nn.Parameter, before: Tensor) -> None:
+        parameter.data = before
 
     def has_spare_memory(self) -> bool:
         return True

@@ -22,7 +22,14 @@ from torch import Tensor, nn
 
 from roundpipe_lightning.engine.driver.calls import Call, join_parts
 from roundpipe_lightning.engine.driver.route import Unit
-from roundpipe_lightning.engine.transfer.gradient_reduce import GradientAccumulator, Gradients, fold
+from roundpipe_lightning.engine.transfer.gradient_reduce import (
+    FlatGradients,
+    GradientAccumulator,
+    Gradients,
+    fold,
+)
+from roundpipe_lightning.engine.transfer.parts import Part, Place
+from roundpipe_lightning.planning.schedule.stages import Stage
 
 
 @dataclass(eq=False)
@@ -60,8 +67,12 @@ class BackwardPass:
         self.units: list[Unit] = sorted(self._unreached, key=lambda unit: -unit.number)
         self._unfinished = {unit: set(range(unit.num_parts)) for unit in self.units}
         self._runs = [self._runs_of(worker) for worker in range(num_workers)]
-        self._sums = {unit: GradientAccumulator(unit.num_parts) for unit in self.units}
-        self._real_gradients: dict[tuple[Call, int], dict[int, Tensor]] = {}
+        self._unlanded = {unit: set(range(unit.num_parts)) for unit in self.units}
+        self._sums = {
+            unit: (GradientAccumulator(unit.num_parts), GradientAccumulator(unit.num_parts))
+            for unit in self.units
+        }
+        self._real_gradients: dict[tuple[Call, int], dict[int, Part]] = {}
 
     def _runs_of(self, worker: int) -> list[BackwardRun]:
         runs = []
@@ -81,25 +92,31 @@ class BackwardPass:
         """Return whether a unit, or each of them, has gone backward on all parts."""
         return not any(self._unfinished.values() if unit is None else (self._unfinished[unit],))
 
-    def real_gradients(self, call: Call) -> list[Tensor | None]:
+    def have_landed(self) -> bool:
+        """Return whether the gradients of parameters are complete, on the host."""
+        return not any(self._unlanded.values())
+
+    def real_gradients(self, call: Call, place: Place) -> list[Tensor | None]:
         """Return the gradients of the tensors of user code that a call was given."""
         found: list[Tensor | None] = []
         for index, tensor in enumerate(call.real_tensors):
-            parts = self._real_gradients.pop((call, index), {})
+            arrived = self._real_gradients.pop((call, index), {})
+            parts = [arrived[part].on(place) for part in sorted(arrived)]
             rows = call.rows_of(tensor)
             if not parts:
                 found.append(None)
             elif rows is None or len(call.split) == 1:
-                found.append(_total([parts[part] for part in sorted(parts)]))
+                found.append(_total(parts))
             else:
-                found.append(join_parts([parts[part] for part in sorted(parts)], rows))
+                found.append(join_parts(parts, rows))
         return found
 
     def parameter_gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """Return the sums of all units, the last unit's first, as autograd adds them up."""
         total: Gradients = {}
         for unit in self.units:
-            fold(total, self._sums[unit].sums)
+            for accumulator in self._sums[unit]:
+                fold(total, accumulator.sums)
         return [total.get(parameter) for parameter in parameters]
 
     # Called by workers ---------------------------------------------------------------------------
@@ -114,6 +131,9 @@ class BackwardPass:
                 return None
         return None
 
+    def has_more(self, stage: Stage, worker: int) -> bool:
+        return any(run.unit.stage is stage for run in self._runs[worker])
+
     def is_ready(self, unit: Unit, part: int) -> bool:
         """Return whether the gradients of a unit's outputs are complete for a part."""
         for consumer in unit.consumers:
@@ -122,18 +142,23 @@ class BackwardPass:
                 return False
         return True
 
-    def end_part(
-        self,
-        unit: Unit,
-        part: int,
-        *,
-        parameters: Gradients,
-        tensors: Mapping[tuple[Call, int], Tensor],
-    ) -> None:
-        self._sums[unit].add([part], parameters)
+    def end_part(self, unit: Unit, part: int, *, tensors: Mapping[tuple[Call, int], Part]) -> None:
         for key, gradient in tensors.items():
             self._real_gradients.setdefault(key, {})[part] = gradient
         self._unfinished[unit].discard(part)
+
+    def add_sums(
+        self, unit: Unit, parts: Sequence[int], *gradients: Gradients | FlatGradients
+    ) -> None:
+        """Add gradients of parameters, on the host: of the blocks, and of others.
+
+        Not under the step's lock: sums of large parameters take long.
+        """
+        for accumulator, contribution in zip(self._sums[unit], gradients, strict=True):
+            accumulator.add(parts, contribution)
+
+    def land(self, unit: Unit, parts: Sequence[int]) -> None:
+        self._unlanded[unit].difference_update(parts)
 
     def takes_part(self, unit: Unit | None) -> bool:
         return unit in self._unfinished

@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from roundpipe_lightning.engine.driver.context import CallContext
 from roundpipe_lightning.engine.driver.forms import CallForm, Rows, TensorForm
+from roundpipe_lightning.engine.transfer.parts import JoinedParts, Part, Place
 
 if TYPE_CHECKING:
     from roundpipe_lightning.engine.driver.route import StageCalls, Unit
@@ -60,8 +61,8 @@ class Output:
     Thread: the driver makes it, workers fill `parts` and `gradients`. Guarded by: `Step.changed`.
 
     Attributes:
-        parts: Its values, one tensor for each part of its call; None before they are made, and
-            when nobody needs them any more.
+        parts: Its values, for each part of its call; None before they are made, and when nobody
+            needs them any more.
         num_readers: For each part, posted calls that have not taken it yet, and units whose
             recompute will take it.
         is_open: Whether user code has its lazy tensor still.
@@ -75,10 +76,10 @@ class Output:
         self.requires_grad = requires_grad
         self.shape = form.shape_for(call.num_rows)
         num_parts = len(call.split)
-        self.parts: list[Tensor | None] = [None] * num_parts
+        self.parts: list[Part | None] = [None] * num_parts
         self.num_readers = [0] * num_parts
         self.is_open = True
-        self.gradients: list[dict[int, Tensor]] = [{} for _ in range(num_parts)]
+        self.gradients: list[dict[int, Part | JoinedParts]] = [{} for _ in range(num_parts)]
 
     def count_reader(self, change: int) -> None:
         """Note that a reader of all parts has come, or has gone."""
@@ -111,7 +112,7 @@ class Call:
         real_tensors: Tensors of user code among the arguments that require a gradient.
         outputs: The tensors that it makes; None: their sizes are not known yet.
         first_results: Leaves, structure and number of rows of its first part, once it has run.
-        early_results: Leaves of parts that ran before the sizes were known.
+        early_results: Leaves of parts that ran before the sizes were known, and where they ran.
         split: Rows of every part.
         sources: Outputs of other calls among the arguments, each once.
         refusal: Why it cannot run on workers, as its first part has shown.
@@ -135,7 +136,7 @@ class Call:
     stage: StageCalls | None = None
     unit: Unit | None = None
     first_results: tuple[Sequence[Any], TreeSpec, int] | None = None
-    early_results: dict[int, Sequence[Any]] = field(default_factory=dict)
+    early_results: dict[int, tuple[Sequence[Any], Place]] = field(default_factory=dict)
     saved_buffers: dict[Tensor, Tensor] | None = None
     refusal: str = ""
 

@@ -14,14 +14,16 @@ when they ran first take no lock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from roundpipe_lightning.engine.driver.calls import Call
+from roundpipe_lightning.engine.driver.lazy import LazyTensor
 
 _MASK = (1 << 64) - 1
 
@@ -69,22 +71,47 @@ class Draws:
                 self._generator.set_state(before)
 
 
+class DeviceDraws:
+    """The random numbers of a device: of all generators that its operations draw from."""
+
+    def __init__(self, draws: Sequence[Draws]) -> None:
+        self._draws = tuple(draws)
+        # one order for all devices, that of the host first: nobody waits in a circle
+        self.locks = tuple(one.lock for one in self._draws)
+
+    @property
+    def any_block_draws(self) -> bool:
+        return any(one.any_block_draws for one in self._draws)
+
+    def run(self, call: Call, part: int, seed: int, function: Callable[[], Any]) -> Any:
+        """Run a block on a part of a call, with its own random numbers."""
+        for draws in reversed(self._draws):
+            function = partial(draws.run, call, part, seed, function)
+        return function()
+
+
+_WAITING = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
 class DriverDraws(TorchFunctionMode):
     """Keeps user code outside of blocks from drawing while a worker has seeded the generator."""
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: DeviceDraws) -> None:
         super().__init__()
         self._draws = draws
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types:  # lazy tensors: a gather waits for workers, which must be able to draw
+        if func in _WAITING or any(issubclass(kind, LazyTensor) for kind in types):
+            # it waits for workers, which must be able to draw
             return func(*args, **(kwargs or {}))
-        with self._draws.lock:
+        with ExitStack() as held:
+            for lock in self._draws.locks:
+                held.enter_context(lock)
             return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def own_draws(draws: Draws, *, always: bool) -> Iterator[None]:
+def own_draws(draws: DeviceDraws, *, always: bool) -> Iterator[None]:
     """Let user code draw beside workers until the context ends, if blocks draw at all."""
     if always or draws.any_block_draws:
         with DriverDraws(draws):

@@ -7,24 +7,31 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.driver.block_calls import BlockForms, NotABlockError
-from roundpipe_lightning.engine.driver.draws import Draws, own_draws
+from roundpipe_lightning.engine.driver.draws import DeviceDraws, own_draws
 from roundpipe_lightning.engine.driver.lazy import gathered
 from roundpipe_lightning.engine.driver.route import Route
 from roundpipe_lightning.engine.driver.snapshot import ForwardProxy, Snapshot, take_snapshot
 from roundpipe_lightning.engine.driver.step import Project, Step
 from roundpipe_lightning.engine.driver.torch_functions import lazy_arguments
+from roundpipe_lightning.engine.transfer.parts import Place
 
 
 class StepExecutor(Protocol):
     """Runs the workers' part of steps."""
 
+    root: Place
+    draws: DeviceDraws
+
     def start(self, step: Step) -> Callable[[], None]:
-        """Let the workers begin; returns what waits until all have left the step."""
+        """Let the workers begin; returns what waits until all have left the step.
+
+        In between user code computes in the calling thread.
+        """
 
 
 class BlockProxy(ForwardProxy):
@@ -45,8 +52,6 @@ class Driver:
         blocks: The blocks by name.
         trainable: All parameters of the module that may be trained.
         forms: Forms of calls that are known.
-        draws: Random numbers of the device where user code computes.
-        device: Where user code computes.
         project: As of `Step`.
     """
 
@@ -57,15 +62,12 @@ class Driver:
         trainable: Collection[nn.Parameter],
         forms: BlockForms,
         executor: StepExecutor,
-        draws: Draws,
-        device: torch.device,
         project: Project | None = None,
     ) -> None:
         self._project = project
         self._proxies_of = {block: BlockProxy(self, block, name) for name, block in blocks.items()}
         self._trainable = tuple(trainable)
-        self._forms, self._executor, self._device = forms, executor, device
-        self._draws, self._is_first = draws, True
+        self._forms, self._executor, self._is_first = forms, executor, True
         self._snapshots: dict[nn.Module, Snapshot] = {}
         self._step: Step | None = None
 
@@ -74,9 +76,9 @@ class Driver:
         """Run user code of one step in the body. Its backward passes belong into the body, too."""
         step = Step(
             route=route,
-            trainable=[p for p in self._trainable if p.requires_grad],
+            trainable=self._trainable,
             seed=seed,
-            device=self._device,
+            root=self._executor.root,
             project=self._project,
         )
         join_workers = self._executor.start(step)
@@ -85,11 +87,13 @@ class Driver:
             with (
                 self._proxies(),
                 lazy_arguments(),
-                own_draws(self._draws, always=self._is_first),
+                own_draws(self._executor.draws, always=self._is_first),
             ):
                 yield step
             self._is_first = False
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, StepAborted):  # user code has waited for what has failed
+                step.raise_error()
             step.abort()
             raise
         finally:

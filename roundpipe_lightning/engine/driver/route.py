@@ -45,6 +45,8 @@ class Route:
         blocks: The blocks in the order in which user code is expected to call them.
         forward: Stages of the forward pass, the first blocks first.
         backward: Stages of the backward pass, the last blocks first.
+        weight_slots: Stages whose weights a worker holds at once.
+        resident: For each worker the blocks that stay on it; empty: none.
     """
 
     blocks: tuple[nn.Module, ...]
@@ -52,6 +54,8 @@ class Route:
     backward: tuple[PlannedStage, ...]
     num_microbatches: int
     num_workers: int
+    weight_slots: int = 2
+    resident: tuple[tuple[nn.Module, ...], ...] = ()
 
     @classmethod
     def dealt(cls, *, num_microbatches: int, num_workers: int) -> Route:
@@ -87,6 +91,11 @@ class Route:
             backward=planned([StageKind.FUSED, StageKind.BACKWARD]),
             num_microbatches=plan.num_microbatches,
             num_workers=plan.num_workers,
+            weight_slots=plan.weight_slots,
+            resident=tuple(
+                tuple(dict.fromkeys(blocks[position] for position in stays))
+                for stays in plan.resident or ()
+            ),
         )
 
     def forward_index(self, position: int) -> int:

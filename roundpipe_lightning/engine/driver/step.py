@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from roundpipe_lightning.engine.device.events import StepAborted
+from roundpipe_lightning.engine.device.events import Event, StepAborted
 from roundpipe_lightning.engine.driver.backward import BackwardPass, BackwardRun
 from roundpipe_lightning.engine.driver.block_calls import (
     BlockForm,
@@ -38,12 +39,13 @@ from roundpipe_lightning.engine.driver.block_calls import (
 from roundpipe_lightning.engine.driver.calls import (
     Call,
     Output,
+    Split,
     join_parts,
     rows_of,
     split_rows,
 )
 from roundpipe_lightning.engine.driver.context import CallContext
-from roundpipe_lightning.engine.driver.forms import CallForm, TensorForm
+from roundpipe_lightning.engine.driver.forms import CallForm, Rows, TensorForm
 from roundpipe_lightning.engine.driver.lazy import LazyTensor, gathered, is_lazy
 from roundpipe_lightning.engine.driver.nodes import (
     CallNode,
@@ -56,6 +58,8 @@ from roundpipe_lightning.engine.driver.operations import RowOperation, row_opera
 from roundpipe_lightning.engine.driver.outcome import apply_outcome
 from roundpipe_lightning.engine.driver.route import Route, StageCalls, Unit
 from roundpipe_lightning.engine.driver.snapshot import Snapshot
+from roundpipe_lightning.engine.transfer.gradient_reduce import FlatGradients, Gradients
+from roundpipe_lightning.engine.transfer.parts import HOST, JoinedParts, Part, Place
 from roundpipe_lightning.planning.schedule.schedule import Action, Timeline, TimelineEntry
 
 _USER = 1 << 62
@@ -92,7 +96,7 @@ class Step:
         route: Which worker runs what.
         trainable: The parameters that may get gradients through calls.
         seed: Of all random numbers that blocks draw.
-        device: Where user code computes.
+        root: Where user code computes.
         project: Asked before each operation on lazy tensors; may answer in its place, or return
             `NotImplemented`: makes logits lazy.
     """
@@ -103,10 +107,12 @@ class Step:
         route: Route,
         trainable: Collection[nn.Parameter],
         seed: int,
-        device: torch.device,
+        root: Place = HOST,
         project: Project | None = None,
     ) -> None:
-        self.route, self.seed, self.device, self._project = route, seed, device, project
+        self.route, self.seed, self.root, self._project = route, seed, root, project
+        self.device = root.device.torch_device
+        self.given = GivenTensors(self)
         self.changed = threading.Condition()
         self.calls: list[Call] = []
         self.error: BaseException | None = None
@@ -215,12 +221,14 @@ class Step:
         self._context = context = CallContext.current(self.device.type, self._context)
         has_rows = any(rows is not None for rows in form.arguments)
         leaves, structure = arguments
+        sources = tuple(x.output if isinstance(x, LazyTensor) else x for x in leaves)
+        self.given.note(sources)
         return Call(
             step=self,
             number=len(self.calls),
             name=name,
             runner=runner,
-            arguments=tuple(x.output if isinstance(x, LazyTensor) else x for x in leaves),
+            arguments=sources,
             structure=structure,
             form=form,
             context=context,
@@ -257,8 +265,8 @@ class Step:
 
     def _keep_early_results(self, call: Call) -> None:
         """Keep results of microbatches that came before the sizes were known."""
-        for part, leaves in call.early_results.items():
-            self._keep_parts(call, part, leaves)
+        for part, (leaves, place) in call.early_results.items():
+            self._keep_parts(call, part, leaves, place)
         call.early_results.clear()
         self.changed.notify_all()
 
@@ -277,7 +285,8 @@ class Step:
             return None
         if call.parameters:
             if self._parameter_token is None:
-                self._parameter_token = apply(ParameterNode, self, *self._trainable)
+                trained = [p for p in self._trainable if p.requires_grad]
+                self._parameter_token = apply(ParameterNode, self, *trained)
             tokens.append(self._parameter_token)
         return apply(CallNode, call, len(tokens), *tokens, *tensors)
 
@@ -386,7 +395,7 @@ class Step:
     def await_parts(self, output: Output) -> list[Tensor]:
         if not self.is_over or None in output.parts:  # a block may leave a tensor beyond its step
             self.wait_until(lambda: None not in output.parts)
-        return [part for part in output.parts if part is not None]
+        return [part.on(self.root) for part in output.parts if part is not None]
 
     def first_rows(self, output: Output, num_rows: int) -> Tensor:
         """Return the values of the first rows, as soon as they are there."""
@@ -395,7 +404,7 @@ class Step:
             (n for n in range(1, len(split) + 1) if sum(split[:n]) >= num_rows), len(split)
         )
         self.wait_until(lambda: None not in output.parts[:num_parts])
-        parts = [part for part in output.parts[:num_parts] if part is not None]
+        parts = [part.on(self.root) for part in output.parts[:num_parts] if part is not None]
         values = join_parts(parts, rows)
         return values if rows is None else values.narrow(rows.dim, 0, num_rows * rows.repeat)
 
@@ -456,23 +465,28 @@ class Step:
         if not call.real_tensors:
             return []
         self._await_backward(backward, lambda: backward.is_finished(call.unit))
-        with self.changed:
-            return backward.real_gradients(call)
+        return backward.real_gradients(call, self.root)  # no worker writes into these any more
 
     def parameter_gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         backward = self._present_pass()
-        self._await_backward(backward, backward.is_finished)
-        with self.changed:
-            return backward.parameter_gradients(parameters)
+        self._await_backward(backward, backward.have_landed)
+        gradients = backward.parameter_gradients(parameters)
+        if self.root.is_host:
+            return gradients
+        return [
+            g if g is None or p.device != self.device else self.root.upload(g)
+            for p, g in zip(parameters, gradients, strict=True)
+        ]
 
     def add_user_gradient(self, output: Output, gradient: Tensor) -> None:
         """Keep what user code gives of an output's gradient, until its call is reached."""
         split, rows = output.call.split, output.form.rows
+        made = self.root.mark("a gradient of user code")
         with self.changed:
             for part, arrived in enumerate(output.gradients):
                 if rows is None and part:
                     break  # all parts are equal: the driver has taken the first
-                arrived[_USER] = rows_of(gradient, rows, split, part)
+                arrived[_USER] = Part(rows_of(gradient, rows, split, part), self.root, made)
 
     def _present_pass(self) -> BackwardPass:
         task = torch._C._current_graph_task_id()  # noqa: SLF001
@@ -512,7 +526,7 @@ class Step:
             backward.driver_waits = False
 
     def _end_pass(self, backward: BackwardPass) -> None:
-        self._await_backward(backward, backward.is_finished)
+        self._await_backward(backward, lambda: backward.is_finished() and backward.have_landed())
         with self.changed:
             backward.is_over = True
             self._passes.remove(backward)
@@ -632,16 +646,16 @@ class Step:
                 self.changed.wait()
 
     def keep_results(
-        self, call: Call, part: int, leaves: Sequence[Any], structure: TreeSpec
+        self, call: Call, part: int, leaves: Sequence[Any], structure: TreeSpec, place: Place
     ) -> None:
-        """Keep what a call has made for a part."""
+        """Keep what a call has made for a part, at a place."""
         with self.changed:
             if part == 0:
                 call.first_results = (leaves, structure, call.split[0])
             if call.outputs is None:
-                call.early_results[part] = leaves
+                call.early_results[part] = leaves, place
             else:
-                self._keep_parts(call, part, leaves)
+                self._keep_parts(call, part, leaves, place)
             assert call.stage is not None
             call.stage.num_left -= 1
             call.num_left -= 1
@@ -652,7 +666,7 @@ class Step:
                     source.count_reader(-1)
             self.changed.notify_all()
 
-    def _keep_parts(self, call: Call, part: int, leaves: Sequence[Any]) -> None:
+    def _keep_parts(self, call: Call, part: int, leaves: Sequence[Any], place: Place) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         assert call.outputs is not None, "its sizes are known"
         if len(tensors) != len(call.outputs):
@@ -662,11 +676,16 @@ class Step:
             )
         for output, tensor in zip(call.outputs, tensors, strict=True):
             check_shape(call, output, tensor, part)
-            output.parts[part] = tensor.detach()
+            output.parts[part] = Part(tensor.detach(), place)
             output.drop_unread(part)
 
-    def await_gradients(self, run: BackwardRun, part: int) -> dict[Output, Tensor]:
-        """Return the gradients of a unit's outputs for a part, when they are complete."""
+    def await_gradients(
+        self, run: BackwardRun, part: int
+    ) -> dict[Output, list[Part | JoinedParts]]:
+        """Return what is to be summed up as the gradients of a unit's outputs for a part.
+
+        When it is complete: of user code first, then of the last unit first.
+        """
         with self.changed:
             while not run.backward.is_ready(run.unit, part):
                 self._check_alive()
@@ -677,7 +696,7 @@ class Step:
                 for output in call.outputs or ():
                     arrived = output.gradients[part]
                     if arrived:
-                        found[output] = _sum_of(arrived)
+                        found[output] = [arrived[n] for n in sorted(arrived, reverse=True)]
                         arrived.clear()
             return found
 
@@ -686,9 +705,8 @@ class Step:
         run: BackwardRun,
         part: int,
         *,
-        outputs: dict[Output, Tensor],
-        tensors: dict[tuple[Call, int], Tensor],
-        parameters: dict[nn.Parameter, Tensor],
+        outputs: dict[Output, Part],
+        tensors: dict[tuple[Call, int], Part],
     ) -> None:
         """Take the gradients that a unit gives for a part."""
         unit, backward = run.unit, run.backward
@@ -700,12 +718,30 @@ class Step:
                     output.gradients[part][unit.number] = gradient
                 else:
                     _give_across(output, unit, part, gradient)
-            backward.end_part(unit, part, parameters=parameters, tensors=tensors)
+            backward.end_part(unit, part, tensors=tensors)
             if not backward.keeps_graph:
                 for source in unit.boundaries:
                     if len(source.call.split) == unit.num_parts:
                         source.count_part_reader(part, -1)
             self.changed.notify_all()
+
+    def add_parameter_gradients(
+        self, run: BackwardRun, parts: Sequence[int], *gradients: Gradients | FlatGradients
+    ) -> None:
+        """Take what parts of a unit give to parameters: of blocks, and others. On the host."""
+        run.backward.add_sums(run.unit, parts, *gradients)
+        with self.changed:
+            run.backward.land(run.unit, parts)
+            self.changed.notify_all()
+
+    def has_more(self, run: BackwardRun, worker: int) -> bool:
+        """Return whether a worker will run another unit of the same stage backward."""
+        with self.changed:
+            return run.unit.stage is not None and run.backward.has_more(run.unit.stage, worker)
+
+    @property
+    def has_failed(self) -> bool:
+        return self.error is not None or self.is_aborted
 
     def _check_alive(self) -> None:
         if self.error is not None or self.is_aborted:
@@ -731,25 +767,32 @@ def _has_arguments(call: Call, part: int) -> bool:
     return True
 
 
-def _give_across(output: Output, unit: Unit, part: int, gradient: Tensor) -> None:
+def _give_across(output: Output, unit: Unit, part: int, gradient: Part) -> None:
     """Give a gradient to an output whose call has other parts than the unit."""
     split, rows = output.call.split, output.form.rows
     if unit.num_parts == 1:  # the unit has the whole batch
         for index, arrived in enumerate(output.gradients):
             if rows is None and index:
                 break
-            arrived[unit.number] = rows_of(gradient, rows, split, index)
+            arrived[unit.number] = gradient.cut(
+                partial(rows_of, rows=rows, split=split, part=index)
+            )
         return
     # The output is of the whole batch, the unit has a part of it.
-    whole = output.gradients[0].get(unit.number)
-    if rows is None:
-        output.gradients[0][unit.number] = gradient if whole is None else whole + gradient
-        return
-    if whole is None:
-        shape = output.form.shape_for(output.call.num_rows)
-        whole = output.gradients[0][unit.number] = gradient.new_zeros(shape)
     unit_split = unit.calls[0].split
-    rows_of(whole, rows, unit_split, part).copy_(gradient)
+
+    def join(parts: dict[int, Tensor]) -> Tensor:
+        tensors = list(parts.values())
+        if rows is None:
+            return torch.stack(tensors).sum(0) if len(tensors) > 1 else tensors[0]
+        whole = tensors[0].new_zeros(output.form.shape_for(output.call.num_rows))
+        for index, tensor in parts.items():
+            rows_of(whole, rows, unit_split, index).copy_(tensor)
+        return whole
+
+    joined = output.gradients[0].setdefault(unit.number, JoinedParts(join))
+    assert isinstance(joined, JoinedParts), "a unit gives it in one way"
+    joined.parts[part] = gradient
 
 
 def check_shape(call: Call, output: Output, tensor: Tensor, part: int) -> None:
@@ -764,10 +807,53 @@ def check_shape(call: Call, output: Output, tensor: Tensor, part: int) -> None:
         )
 
 
-def _sum_of(arrived: dict[int, Tensor]) -> Tensor:
-    """Return the sum of gradients: of user code first, then of the last unit first."""
-    numbers = sorted(arrived, reverse=True)
-    total = arrived[numbers[0]]
-    for number in numbers[1:]:
-        total = total + arrived[number].to(total.dtype)
-    return total
+class GivenTensors:
+    """Tensors of user code that calls are given: each part is brought to a worker once.
+
+    Thread: the driver notes them, workers take them. Guarded by: `_lock`.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._root, self._device = step.root, step.device
+        self._lock = threading.Lock()
+        self._made: dict[tuple[int, int], Event] = {}  # by identity and version
+        self._parts: dict[Any, Part] = {}
+
+    def note(self, leaves: Sequence[Any]) -> None:
+        """Note tensors that a call is given now."""
+        if self._root.is_host:
+            return
+        new = [x for x in leaves if isinstance(x, Tensor) and self._is_made_here(x)]
+        new = [x for x in new if x.device == self._device and _key_of(x) not in self._made]
+        if new:
+            made = self._root.mark("tensors of user code")
+            assert made is not None, "it is a device"
+            self._made |= {_key_of(x): made for x in new}
+
+    def _is_made_here(self, tensor: Tensor) -> bool:
+        """Return whether user code has made a tensor: a parameter if it has written into it."""
+        return not isinstance(tensor, nn.Parameter) or self._root.was_written(tensor)
+
+    def written(self, parameter: nn.Parameter) -> Part | None:
+        """Return the values of a parameter that user code has written into."""
+        if self._root.is_host or _key_of(parameter) not in self._made:
+            return None
+        values = self.part_of(parameter, None, (), 0)
+        return values if isinstance(values, Part) else None
+
+    def part_of(self, tensor: Tensor, rows: Rows | None, split: Split, part: int) -> Tensor | Part:
+        """Return a part of a tensor; itself where it is on the host, and stays there."""
+        made = self._made.get(_key_of(tensor))
+        if made is None:
+            return rows_of(tensor.detach(), rows, split, part)
+        whole = rows is None or len(split) == 1
+        key = (_key_of(tensor), None if whole else (rows, split, part))
+        with self._lock:
+            if key not in self._parts:
+                values = rows_of(tensor.detach(), rows, split, part)
+                self._parts[key] = Part(values, self._root, made)
+            return self._parts[key]
+
+
+def _key_of(tensor: Tensor) -> tuple[int, int]:
+    return id(tensor), 0 if tensor.is_inference() else tensor._version

@@ -112,6 +112,8 @@ class HostStore:
         self.in_part: dict[nn.Parameter, slice] = {}
         #: Parameters with copies whose own values have been read by a step.
         self.read_whole: set[nn.Parameter] = set()
+        #: Host values of parameters that are on the device of user code while a step runs.
+        self.at_home: dict[nn.Parameter, Tensor] = {}
         #: Set where parameters are stepped as soon as their gradients are there.
         self.take_gradients: TakeGradients | None = None
         #: Whether the step in flight was given up.
@@ -179,6 +181,8 @@ class HostStore:
     def memory_of(self, parameter: nn.Parameter) -> Tensor:
         """Return a parameter's values where they are, of the store's own storage if they can be."""
         self.check_whole(parameter)
+        if parameter in self.at_home:
+            return self.at_home[parameter].detach()
         flat = self._flat_of.get(parameter)
         values = parameter if flat is None else flat.view_of(parameter)
         is_present = values.data_ptr() == parameter.data_ptr()  # callbacks may swap `.data`
@@ -201,7 +205,7 @@ class HostStore:
         if self.copies is not None and parameter in self.copies and parameter in self._heads:
             return self.copies.of(parameter)
         self.check_whole(parameter)
-        return parameter.detach()
+        return self.at_home.get(parameter, parameter).detach()
 
     def current_values(self, parameter: nn.Parameter) -> Tensor:
         served = self._served.get(parameter)

@@ -330,6 +330,14 @@ class WeightPrefetcher:
                 self._begin_next()
             self._upload_outside_ahead()
 
+    def leave_plan(self) -> None:
+        """Forget the runs that are left of a step: each block is uploaded when it is acquired."""
+        with self._lock:
+            for planned in self._runs[self._number :]:
+                if planned.weights is not None:
+                    self._set_free(planned.weights)
+            self._runs, self._number, self._num_begun = [], 0, 0
+
     def _set_free(self, weights: StageWeights) -> None:
         """Order what is uploaded next into the run's place after all that uses it now.
 

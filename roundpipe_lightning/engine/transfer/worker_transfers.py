@@ -73,6 +73,9 @@ class WorkerRuns:
     room_for: tuple[StageRun, ...] = ()
 
 
+_NO_RUNS = WorkerRuns(runs=(), num_slots=1, resident=())
+
+
 @dataclass(eq=False)
 class WorkerTransfers:
     """All that moves between the host and one worker, which is called `worker` in messages."""
@@ -222,11 +225,16 @@ class Transfers:
     """Everything that moves between host and workers; `transfers` has None for CPU workers."""
 
     def __init__(
-        self, store: HostStore, *, devices: Sequence[Device], names: Mapping[nn.Module, str]
+        self,
+        store: HostStore,
+        *,
+        devices: Sequence[Device],
+        names: Mapping[nn.Module, str],
+        root: Device | None = None,
     ) -> None:
         self._blocks = tuple(names)
         self._store = store
-        self._layouts = Layouts(store)
+        self.layouts = Layouts(store)
         moving = [device for device in devices if not device.shares_host_memory]
         self._pool = PinnedPool(moving[0] if moving else devices[0])
         self._sums = HostSums(self._pool, on_failure=self._failed)
@@ -234,22 +242,27 @@ class Transfers:
         self._error: tuple[BaseException, str] | None = None
         self._on_failure: Callable[[], None] = lambda: None
         self._trimmed_seconds = 0.0
-        self.transfers: tuple[WorkerTransfers | None, ...] = tuple(
-            None
-            if device.shares_host_memory
-            else WorkerTransfers(
+
+        def transfers_of(device: Device, worker: str) -> WorkerTransfers | None:
+            if device.shares_host_memory:
+                return None
+            return WorkerTransfers(
                 device,
-                worker=f"worker {index} ({device.name})",
-                layouts=self._layouts,
+                worker=f"{worker} ({device.name})",
+                layouts=self.layouts,
                 store=store,
                 uses=self._uses,
                 sums=self._sums,
                 names=names,
                 on_failure=self._failed,
             )
-            for index, device in enumerate(devices)
+
+        self.transfers = tuple(
+            transfers_of(device, f"worker {index}") for index, device in enumerate(devices)
         )
-        self._moving = tuple(one for one in self.transfers if one is not None)
+        #: Those of the device where user code computes, which has no blocks.
+        self.root = None if root is None else transfers_of(root, "user code")
+        self._moving = tuple(one for one in (*self.transfers, self.root) if one is not None)
         for device in moving:
             device.staging = self._pool.take if self._pool.is_locked else None
 
@@ -276,13 +289,15 @@ class Transfers:
             self._store.rewritten.clear()  # what is uploaded from now on is not older
             self._store.renew_copies()
             for block in self._blocks:
-                self._layouts.renewed(block)
+                self.layouts.renewed(block)
             if is_planned:
                 self._uses.begin_step()
             for index, (step, transfers) in enumerate(zip(steps, self.transfers, strict=True)):
                 if transfers is not None:
                     with making_room(index):
                         transfers.begin_step(step, is_planned=is_planned)
+            if self.root is not None:
+                self.root.begin_step(_NO_RUNS, is_planned=False)
             # No worker's later run goes before another's first one.
             for transfers in self._moving:
                 transfers.weights.begin_ahead()
@@ -292,7 +307,7 @@ class Transfers:
         pairs, copies = zip(steps, self.transfers, strict=True), self._store.copies
         return not self._moving or (
             (copies is None or copies.are_cast)
-            and all(map(self._layouts.is_renewed, self._blocks))
+            and all(map(self.layouts.is_renewed, self._blocks))
             and all(one is None or one.can_overlap(step) for step, one in pairs)
         )
 

@@ -14,27 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from roundpipe_lightning.engine.driver.calls import Call, Output, join_parts, rows_of
+from roundpipe_lightning.engine.driver.calls import Call, Output
 from roundpipe_lightning.engine.driver.forms import Rows
 
 RunCall = Callable[..., tuple[list[Any], TreeSpec]]
 """Runs a call on its arguments for a part; returns its results, flattened."""
 
 
-def part_of(source: Tensor | Output, rows: Rows | None, call: Call, part: int) -> Tensor:
-    """Return a call's part of an argument, without a graph."""
-    split = call.split
-    if isinstance(source, Tensor):
-        return rows_of(source.detach(), rows, split, part)
-    if len(source.call.split) == len(split):
-        values = source.parts[part]
-        assert values is not None, "the call was ready"
-        return values
-    parts = [values for values in source.parts if values is not None]
-    return rows_of(join_parts(parts, source.form.rows), rows, split, part)
+Take = Callable[["Tensor | Output", "Rows | None", Call, int], Tensor]
+"""Gives a call's part of an argument, without a graph, where the worker computes."""
 
 
 @dataclass(eq=False)
@@ -48,8 +39,8 @@ class UnitGradients:
 class UnitGraph:
     """The graph of a unit's calls for a part. Thread: that of the worker that runs them."""
 
-    def __init__(self, part: int, run_call: RunCall) -> None:
-        self._part, self._run_call = part, run_call
+    def __init__(self, part: int, run_call: RunCall, take: Take) -> None:
+        self._part, self._run_call, self._take = part, run_call, take
         self._results: dict[Call, list[Tensor]] = {}
         self._leaves: dict[Output, Tensor] = {}
         self._tensors: dict[tuple[Call, int], Tensor] = {}
@@ -68,14 +59,14 @@ class UnitGraph:
                 if source.call in self._results:
                     return self._result(source)
                 if source not in self._leaves:
-                    leaf = part_of(source, rows, call, self._part).detach()
+                    leaf = self._take(source, rows, call, self._part).detach()
                     self._leaves[source] = leaf.requires_grad_(source.requires_grad)
                 return self._leaves[source]
             if id(source) not in positions:
-                return part_of(source, rows, call, self._part)
+                return self._take(source, rows, call, self._part)
             key = (call, positions[id(source)])
             if key not in self._tensors:
-                leaf = part_of(source, rows, call, self._part).detach()
+                leaf = self._take(source, rows, call, self._part).detach()
                 self._tensors[key] = leaf.requires_grad_()
             return self._tensors[key]
 
@@ -99,32 +90,3 @@ class UnitGraph:
             {o: leaf.grad for o, leaf in self._leaves.items() if leaf.grad is not None},
             {key: leaf.grad for key, leaf in self._tensors.items() if leaf.grad is not None},
         )
-
-
-class HostLeaves:
-    """The leaves that a CPU worker computes with: parameters in place. Thread: the worker's."""
-
-    def __init__(self) -> None:
-        self._leaves: dict[tuple[nn.Parameter, bool], nn.Parameter] = {}
-
-    def leaf_of(self, parameter: nn.Parameter, requires_grad: bool) -> nn.Parameter:  # noqa: FBT001
-        leaf = self._leaves.get((parameter, requires_grad))
-        if leaf is None or leaf.data_ptr() != parameter.data_ptr():
-            with torch.inference_mode(mode=False):  # an evaluation may be the first to ask for it
-                leaf = leaf_like(parameter, parameter.detach(), requires_grad=requires_grad)
-            self._leaves[parameter, requires_grad] = leaf
-        return leaf
-
-    def take_gradients(self) -> dict[nn.Parameter, Tensor]:
-        found: dict[nn.Parameter, Tensor] = {}
-        for (parameter, _), leaf in self._leaves.items():
-            if leaf.grad is not None:
-                found[parameter], leaf.grad = leaf.grad, None
-        return found
-
-
-def leaf_like(parameter: nn.Parameter, values: Tensor, *, requires_grad: bool) -> nn.Parameter:
-    """Return a leaf with some values, of the class and with the attributes of a parameter."""
-    leaf: nn.Parameter = Tensor._make_subclass(type(parameter), values, requires_grad)  # noqa: SLF001
-    leaf.__dict__.update(parameter.__dict__)
-    return leaf

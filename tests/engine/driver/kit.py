@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.engine.driver.block_calls import BlockForms
-from roundpipe_lightning.engine.driver.driver import Driver
+from roundpipe_lightning.engine.device.base import CpuDevice, Device
 from roundpipe_lightning.engine.driver.route import Route
-from roundpipe_lightning.engine.worker.executor import Executor
+from roundpipe_lightning.engine.one_step import OneStepEngine
 from roundpipe_lightning.planning.schedule.plan import PipelineConfig, Plan
 from roundpipe_lightning.planning.schedule.stages import Partition
 
@@ -112,7 +112,11 @@ def largest_difference(expected: dict[str, Tensor], actual: dict[str, Tensor]) -
 
 
 class Comparison:
-    """A module beside a copy of it that the driver runs."""
+    """A module beside a copy of it that the driver runs.
+
+    Args:
+        devices: Of the workers; None: the processor.
+    """
 
     def __init__(
         self,
@@ -122,34 +126,42 @@ class Comparison:
         num_microbatches: int = 4,
         num_workers: int = 2,
         plan: str | None = None,
+        devices: Sequence[Device] | None = None,
+        **held: Any,
     ) -> None:
         torch.manual_seed(0)
         self.plain = make().train()
         self.module = copy.deepcopy(self.plain)
         found = (blocks or layers_of)(self.module)
+        if devices is None:
+            devices = [CpuDevice(index) for index in range(num_workers)]
+        num_workers = len(devices)
         if plan is None:
             self.route = Route.dealt(num_microbatches=num_microbatches, num_workers=num_workers)
         else:
             made = joined_plan(plan, num_microbatches=num_microbatches, num_workers=num_workers)
-            self.route = Route.of_plan(made, list(found.values()))
-        self.executor = Executor(num_workers=num_workers)
-        self.driver = Driver(
-            found,
-            trainable=list(self.module.parameters()),
-            forms=BlockForms(self.executor.make_replica),
-            executor=self.executor,
-            draws=self.executor.draws,
-            device=torch.device("cpu"),
-        )
+            self.route = Route.of_plan(replace(made, **held), list(found.values()))
+        self.engine = OneStepEngine(self.module, found, devices=devices)
+        self.engine.__enter__()
+        self.driver, self.executor = self.engine.driver, self.engine.executor
+
+    @property
+    def modules(self) -> tuple[nn.Module, nn.Module]:
+        return self.plain, self.module
 
     def __enter__(self) -> Comparison:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.executor.close()
+        self.engine.close()
 
     def run(
-        self, loss_of: Callable[[Any, int], Tensor], *, steps: int = 3, tolerance: float = 1e-5
+        self,
+        loss_of: Callable[[Any, int], Tensor],
+        *,
+        steps: int = 3,
+        tolerance: float = 1e-5,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         """Run steps of both, and compare losses and gradients."""
         for step in range(steps):
@@ -161,8 +173,11 @@ class Comparison:
                 loss = loss_of(self.module, step)
                 loss.backward()
             self.last = present
+            for optimizer in optimizers:
+                optimizer.step()
             expected, actual = take_gradients(self.plain), take_gradients(self.module)
             assert abs(expected_loss.item() - loss.item()) <= tolerance * abs(expected_loss.item())
+            self.actual = actual
             worst = largest_difference(expected, actual)
             assert worst[1] <= tolerance, (step, worst)
 
