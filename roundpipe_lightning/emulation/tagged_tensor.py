@@ -149,9 +149,12 @@ class TaggedTensor(torch.Tensor):
 @functools.cache
 def _comes_after(kind: type) -> bool:
     """Whether a class of tensors has no functions of its own, which would go before these."""
-    own = getattr(kind, "__torch_function__", None)
-    return issubclass(kind, TaggedTensor) or own == torch.Tensor.__torch_function__.__get__(
-        None, kind
+    own: Any = kind.__torch_function__
+    plain: Any = torch.Tensor.__torch_function__
+    return (
+        issubclass(kind, TaggedTensor)
+        or own is torch._C._disabled_torch_function_impl
+        or getattr(own, "__func__", own) is plain.__func__
     )
 
 
