@@ -341,8 +341,9 @@ class Job:
         if longest is not None and seq_len is not None and seq_len > longest and not is_asked:
             raise ConfigurationError(
                 f"data.seq_len={seq_len} is longer than the {longest} positions of the model "
-                "(max_position_embeddings). Lower data.seq_len, choose another model, or raise "
-                "model.architecture.max_position_embeddings."
+                "(max_position_embeddings). Lower data.seq_len, choose another model, or let its "
+                "rotary positions reach further: model.config_changes, see Longer contexts in "
+                "docs/finetuning.md."
             )
 
     @cached_property

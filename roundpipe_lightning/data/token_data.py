@@ -206,7 +206,7 @@ class FileDataModule(LightningDataModule):
         tokenizer = self.tokenizer
         if tokenizer.pad_token_id is None:
             end = tokenizer.eos_token
-            hint = f", such as its end-of-text token {end!r}" if end else ""
+            hint = f", such as '{end}': 'data.tokenizer.pad_token=\"{end}\"'" if end else ""
             raise ConfigurationError(
                 f"The tokenizer {self.tokenizer_name} has no pad token, so samples of different "
                 "lengths make no batch. Set data.tokenizer.pad_token to a token of its vocabulary"

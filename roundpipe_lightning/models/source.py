@@ -6,7 +6,7 @@ import enum
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -73,6 +73,10 @@ def _is_read(name: str, known: PreTrainedConfig) -> bool:
     return any(reads.search(p.read_text("utf-8")) for p in (*files, *folder.glob("modeling_*.py")))
 
 
+_LABELS = ("id2label", "label2id")
+"""Fields of a configuration that are replaced whole."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
     """An architecture and where its weights come from.
@@ -109,7 +113,8 @@ class ModelSource:
         pretrained_options: Further keyword arguments for `from_pretrained`.
         head: What stands on top of the blocks.
         config_changes: Fields of the configuration that are set to other values, whatever the
-            weights: the number of classes, say.
+            weights: the number of classes, say, or the scaling of rotary positions. Of a field that
+            is an object the keys that are named change.
     """
 
     architecture: Mapping[str, Any]
@@ -126,7 +131,7 @@ class ModelSource:
     frozen_bits: int = 16
     pretrained_options: Mapping[str, Any] | None = None
     head: Head = Head.CAUSAL_LM
-    config_changes: Mapping[str, Any] = field(default_factory=dict)
+    config_changes: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -163,7 +168,7 @@ class ModelSource:
         is_written = self.hub_name == self.architecture_of and self.revision is None
         if self.is_pretrained and not (is_written and self.architecture):
             return self._published_config()
-        fields = {**self.architecture, **self.config_changes}
+        fields = {**self.architecture, **self._changes_of(self.architecture)}
         model_type = fields.pop("model_type", None)
         if model_type not in CONFIG_MAPPING:
             raise ConfigurationError(
@@ -197,13 +202,25 @@ class ModelSource:
                     f"transformers has no architecture {fields.get('model_type')!r}. It is refused "
                     "unless model.trust_remote_code=true; read the code first."
                 )
-            config = AutoConfig.from_pretrained(
-                self.hub_name,
-                trust_remote_code=self.trust_remote_code,
-                **self.hub_options,
-                **self.config_changes,
-            )
+            options = {"trust_remote_code": self.trust_remote_code, **self.hub_options}
+            config = AutoConfig.from_pretrained(self.hub_name, **options)
+            if changes := self._changes_of(vars(config)):
+                unknown = next((name for name in changes if not hasattr(config, name)), None)
+                if unknown is not None:
+                    raise ConfigurationError(
+                        f"model.config_changes.{unknown}: the configuration of {self.hub_name!r} "
+                        "has no such field."
+                    )
+                config = AutoConfig.from_pretrained(self.hub_name, **options, **changes)
             return cast(PreTrainedConfig, config)
+
+    def _changes_of(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The changes of a configuration's fields, objects with the keys that stay."""
+        changes = dict(self.config_changes or {})
+        for name, value in changes.items():
+            if isinstance(value, Mapping) and name not in _LABELS:
+                changes[name] = {**(fields.get(name) or {}), **value}
+        return changes
 
     def check_weights(self) -> None:
         """Look for published weights, if they are wanted; ModelSourceError: there are none."""

@@ -374,7 +374,7 @@ class SequenceClassificationModule(TransformersModule):
     @override
     def build_model(self, source: ModelSource) -> Any:
         changes: dict[str, Any] = {
-            **source.config_changes,
+            **(source.config_changes or {}),
             "id2label": dict(enumerate(self.classes)),
             "label2id": {name: number for number, name in enumerate(self.classes)},
         }

@@ -148,7 +148,11 @@ class RewardModule(PairModule):
 
     @override
     def build_model(self, source: ModelSource) -> Any:
-        changes = {**source.config_changes, "num_labels": 1, "pad_token_id": self.pad_token_id}
+        changes = {
+            **(source.config_changes or {}),
+            "num_labels": 1,
+            "pad_token_id": self.pad_token_id,
+        }
         return super().build_model(
             replace(source, head=Head.SEQUENCE_CLASSIFICATION, config_changes=changes)
         )

@@ -16,6 +16,9 @@ from roundpipe_lightning.models.gguf import is_gguf, read_tokenizer
 from roundpipe_lightning.models.weight_files import reach_options, unreadable
 
 _SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+_PAD_TOKENS = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<|endoftext|>")
+"""What vocabularies reserve for padding: those of Llama 3.1 and Mistral name no pad token."""
+
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -39,7 +42,9 @@ class TokenizerSource:
             file.
         revision: Branch, tag or commit on the hub; None: the newest.
         chat_template: File with a Jinja template that takes the place of the tokenizer's own.
-        pad_token: A token of the vocabulary to pad with, for tokenizers that have none.
+        pad_token: A token of the vocabulary to pad with. None keeps the tokenizer's own; one that
+            has none pads with a token that its vocabulary reserves, else with its unknown or
+            end-of-text token. Padding is masked and never learned, whatever it is.
         trust_remote_code: Whether Python code that comes with it may run.
     """
 
@@ -74,6 +79,11 @@ class TokenizerSource:
                     f"{', '.join(map(repr, tokenizer.all_special_tokens)) or 'none'}."
                 )
             tokenizer.pad_token = self.pad_token
+        if tokenizer.pad_token is None:
+            reserved = [name for name in _PAD_TOKENS if name in tokenizer.get_vocab()]
+            tokenizer.pad_token = next(
+                filter(None, [*reserved, tokenizer.unk_token, tokenizer.eos_token]), None
+            )
         return tokenizer
 
 

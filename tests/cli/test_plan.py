@@ -322,15 +322,19 @@ def test_changes_of_every_kind_are_offered(tmp_path: Path) -> None:
 
 
 def test_the_longest_sequence(ask: Ask) -> None:
-    found = ask.json(*TIGHT, "longest=true")
+    wider = "model.architecture.max_position_embeddings=100000"
+    found = ask.json(*TIGHT, wider, "longest=true")
     longest = found["longest_seq_len"]
     assert found["job"]["seq_len"] == longest
-    assert f" data.seq_len={longest} partition=saved" in ask.text(*TIGHT, "longest=true")
+    assert f" data.seq_len={longest} partition=saved" in ask.text(*TIGHT, wider, "longest=true")
     assert longest > 0
-    wider = "model.architecture.max_position_embeddings=100000"
     assert ask.json(*TIGHT, wider, f"data.seq_len={longest}")["fits"]
     longer = f"data.seq_len={longest + 128}"
     ask.json(*TIGHT, wider, longer, "partition.num_microbatches=8", status=EXIT_DOES_NOT_FIT)
+    few = "model.architecture.max_position_embeddings=256"
+    text = ask.text(*TIGHT, few, "longest=true")  # what the printed command says is no more
+    assert " data.seq_len=256 partition=saved" in text
+    assert "256 tokens\n  the model knows no more positions (256)" in text
 
 
 def test_more_hosts_have_less_in_memory_and_wait_for_the_network(ask: Ask) -> None:

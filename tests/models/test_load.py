@@ -268,6 +268,28 @@ def test_a_model_that_wants_to_run_its_own_code(tmp_path: Path) -> None:
         source(tmp_path).build()
 
 
+@pytest.mark.parametrize("published", [True, False])
+def test_fields_of_a_configuration_can_be_changed(tmp_path: Path, published: bool) -> None:
+    save(tmp_path, TINY)
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    changes = {"max_position_embeddings": 256, "rope_parameters": scaled}
+    options: dict[str, Any] = {"architecture": TINY}
+    if published:
+        options = {"architecture": {}, "hub_name": str(tmp_path), "weights": "pretrained"}
+    plain = ModelSource(**options).load_config()
+    changed = ModelSource(**options, config_changes=changes)
+    config = changed.load_config()
+    assert config.max_position_embeddings == 256
+    theta = plain.rope_parameters["rope_theta"]  # what is not named stays
+    assert config.rope_parameters == {"rope_theta": theta, **scaled}
+    assert changed.build().config.rope_parameters == config.rope_parameters
+    if published:
+        with pytest.raises(
+            ConfigurationError, match=r"config_changes\.max_positions: .*no such"
+        ):
+            ModelSource(**options, config_changes={"max_positions": 256}).load_config()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -9,6 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from roundpipe_lightning.data import ChatDataModule
 from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
 from roundpipe_lightning.models.source import Head
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule, ModelSource
@@ -336,6 +337,35 @@ def test_a_saved_tokenizer_is_loaded_with_its_template(tmp_path: Path) -> None:
     assert loaded.apply_chat_template(messages, tokenize=False) == (
         "<|im_start|>user\nhi<|im_end|>\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["<|eot_id|>", "<|finetune_right_pad_id|>"], "<|finetune_right_pad_id|>"),  # Llama 3.1
+        (["<pad>"], "<pad>"),  # Mistral
+        ([], "<|im_end|>"),
+    ],
+)
+def test_a_tokenizer_without_a_pad_token_pads_with_a_reserved_one(
+    tmp_path: Path, names: list[str], chosen: str
+) -> None:
+    made = byte_level_tokenizer()
+    made.add_tokens(names, special_tokens=True)
+    made.pad_token = None
+    made.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"  # the byte tokenizer has one under its own name
+    path.write_text(path.read_text().replace("<|pad|>", "<|other|>"))
+    assert TokenizerSource(name=str(tmp_path)).load().pad_token == chosen
+    (tmp_path / "a.jsonl").write_text('{"prompt": "q", "completion": "a"}\n' * 4)
+    data = ChatDataModule(
+        files=[str(tmp_path / "a.jsonl")],
+        tokenizer=TokenizerSource(name=str(tmp_path)),
+        seq_len=64,
+        batch_size=1,
+        packing=False,
+    )
+    data.setup()
 
 
 def test_template_and_pad_token_can_be_given(tmp_path: Path) -> None:

@@ -357,8 +357,8 @@ class PlanOutput:
             return ["No sequence fits, however short."]
         lines = [f"Longest sequence that fits: {longest:,} tokens"]
         limit = self.job.longest_position
-        if limit is not None and longest > limit:
-            lines.append(f"  but the model knows {limit:,} positions")
+        if limit is not None and longest + 128 > limit:
+            lines.append(f"  the model knows no more positions ({limit:,})")
         return lines
 
     def _change_lines(self) -> list[str]:
@@ -469,7 +469,10 @@ def plan(config: DictConfig) -> PlanOutput:
         )
     longest = None
     if config.longest:
-        longest = longest_seq_len(job)
+        limit = job.longest_position
+        longest = (
+            longest_seq_len(job) if limit is None else longest_seq_len(job, too_long=limit + 1)
+        )
         changes = {"data.seq_len": longest or job.seq_len}
         job, *more = [each.with_changes(changes) for each in (job, *more)]
     hosts = uneven(job, machines) if machines else []
