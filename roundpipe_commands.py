@@ -18,13 +18,15 @@ import logging
 import os
 import re
 import sys
+import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from hydra.core.utils import JobStatus
 from hydra.experimental.callback import Callback
@@ -91,6 +93,56 @@ It takes checkpoints of one file and folders; roundpipe-merge makes one file of 
 """What a command does, for `--help`; Hydra adds the groups."""
 
 
+class _HeldErrors(io.StringIO):
+    """Holds what is written to standard error back."""
+
+    def __init__(self, screen: TextIO) -> None:
+        super().__init__()
+        self.screen = screen
+
+    def release(self) -> None:
+        sys.stderr = self.screen
+        self.screen.write(self.getvalue())
+        self.truncate(0)
+
+
+class _Job:
+    """Runs a job of a command, in this process or in one that a launcher of Hydra (joblib) starts.
+
+    It has no open file, so that it can be pickled. What became of each job is a line of a file.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        handle, self._path = tempfile.mkstemp(prefix="roundpipe-jobs-")
+        os.close(handle)
+        weakref.finalize(self, Path(self._path).unlink, missing_ok=True)
+
+    def __call__(self, config: Any) -> Any:
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        if isinstance(sys.stderr, _HeldErrors):
+            sys.stderr.release()
+        about = HydraConfig.get()
+        number = 0 if OmegaConf.is_missing(about.job, "num") else about.job.num
+        entry: dict[str, Any] = {"status": EXIT_ERROR, "number": number}
+        entry |= {"overrides": list(about.overrides.task), "folder": about.runtime.output_dir}
+        try:
+            result = _module(f"cli.{_MODULES.get(self.name, self.name)}").run(config)
+            entry["status"] = result if isinstance(result, int) else 0
+        finally:
+            with Path(self._path).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        is_sweep = about.mode is RunMode.MULTIRUN
+        return None if is_sweep and isinstance(result, int) else result
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Overrides, folder and exit status of the jobs so far, in the order of their numbers."""
+        lines = Path(self._path).read_text("utf-8").splitlines()
+        return sorted(map(json.loads, lines), key=lambda entry: entry["number"])
+
+
 def _launch(name: str) -> None:
     """Hand the command line to Hydra, and each job to `run` of the module of that name.
 
@@ -108,49 +160,29 @@ def _launch(name: str) -> None:
         name_machines(folder)
         if name == "plan" and not {"-m", "--multirun"} & set(sys.argv[1:]):
             sys.argv[1:] = [re.sub(r"^nodes=(.+,[^\]]+)$", r"nodes=[\1]", a) for a in sys.argv[1:]]
-    jobs: list[dict[str, Any]] = []
-    errors, screen = io.StringIO(), sys.stderr
-
-    def job(config: Any) -> Any:
-        from hydra.core.hydra_config import HydraConfig
-        from hydra.types import RunMode
-
-        sys.stderr = screen
-        screen.write(errors.getvalue())
-        errors.truncate(0)
-        about = HydraConfig.get()
-        jobs.append(
-            {
-                "overrides": list(about.overrides.task),
-                "folder": about.runtime.output_dir,
-                "status": EXIT_ERROR,
-            }
-        )
-        result = _module(f"cli.{_MODULES.get(name, name)}").run(config)
-        jobs[-1]["status"] = result if isinstance(result, int) else 0
-        is_sweep = about.mode is RunMode.MULTIRUN
-        return None if is_sweep and isinstance(result, int) else result
-
+    errors = _HeldErrors(sys.stderr)
+    job = _Job(name)
     try:
         sys.stderr = errors  # until the first job begins: Hydra explains itself at length
         hydra.main(version_base="1.3", config_path=str(folder), config_name=name)(job)()
     except KeyboardInterrupt:
-        _compare(jobs)
-        screen.write("Stopped.\n")
+        _compare(job.entries())
+        errors.screen.write("Stopped.\n")
         sys.exit(EXIT_INTERRUPTED)
     except SystemExit as ended:
         unknown = _NO_OPTION.search(errors.getvalue())
+        jobs = job.entries()
         if unknown or (not jobs and isinstance(ended.__context__, Exception)):
             errors.truncate(0)
             cause = ended.__context__ or ended
             said = _not_a_setting(unknown[1]) if unknown else explain(cause, name, folder)
-            screen.write(f"Error: {said}\n")
+            errors.screen.write(f"Error: {said}\n")
             sys.exit(EXIT_BAD_INPUT)
         if len(jobs) <= 1 or ended.code != 1:  # of several jobs, the others have run as well
             raise
     finally:
-        sys.stderr = screen
-        screen.write(errors.getvalue())
+        errors.release()
+    jobs = job.entries()
     _compare(jobs)
     statuses = [entry["status"] for entry in jobs]
     if status := EXIT_ERROR if EXIT_ERROR in statuses else max(statuses, default=0):

@@ -2,8 +2,10 @@ import contextlib
 import csv
 import errno
 import functools
+import gc
 import json
 import logging
+import pickle
 import re
 import shlex
 import signal
@@ -31,6 +33,7 @@ from tests.kit.programs import run_program
 from tests.kit.runs import (
     REPOSITORY,
     RUN_FILES,
+    SMALL,
     SUMMARY_KEYS,
     command,
     environment,
@@ -437,6 +440,30 @@ def test_a_second_ctrl_c_interrupts_within_the_step() -> None:
 def read(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_a_job_can_be_handed_to_another_process() -> None:
+    job = commands._Job("train")
+    copied = pickle.loads(pickle.dumps(job))
+    assert copied.name == "train"
+    path = Path(copied._path)
+    path.write_text("".join(json.dumps({"number": n}) + "\n" for n in (1, 0)))
+    assert [entry["number"] for entry in job.entries()] == [0, 1]
+    del job, copied
+    gc.collect()
+    assert not path.exists()
+
+
+@pytest.mark.soak
+def test_a_sweep_runs_in_processes(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="no joblib launcher here")
+    asked = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "optimizer.lr=1e-3,3e-3"]
+    words = [sys.executable, "train.py", *asked, *SMALL, f"hydra.sweep.dir={tmp_path}"]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for number, rate in enumerate(("0.001", "0.003")):
+        assert re.search(rf"{number} .* optimizer\.lr={rate} .*\d\.\d", done.stdout)
+        assert (tmp_path / str(number) / "summary.json").is_file()
 
 
 def test_metrics_share_the_line_of_their_step_also_after_a_resume(tmp_path: Path) -> None:

@@ -284,9 +284,7 @@ def test_fields_of_a_configuration_can_be_changed(tmp_path: Path, published: boo
     assert config.rope_parameters == {"rope_theta": theta, **scaled}
     assert changed.build().config.rope_parameters == config.rope_parameters
     if published:
-        with pytest.raises(
-            ConfigurationError, match=r"config_changes\.max_positions: .*no such"
-        ):
+        with pytest.raises(ConfigurationError, match=r"config_changes\.max_positions: .*no such"):
             ModelSource(**options, config_changes={"max_positions": 256}).load_config()
 
 
