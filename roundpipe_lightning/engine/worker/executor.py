@@ -8,7 +8,6 @@ leaves and graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -371,8 +370,14 @@ class Executor:
                 is_planned=bool(step.route.blocks),
                 on_failure=lambda: _fail_with_copy(step, transfers),
             )
-        contexts = ExitStack()
-        contexts.enter_context(self._root.entered())
+        try:
+            contexts = self._root.entered()
+        except BaseException as error:
+            if transfers is not None:
+                transfers.end(failed=True, grace_seconds=_GRACE_SECONDS)
+            if isinstance(error, StepAborted):
+                step.raise_error()
+            raise
 
         def failed(failure: Failure) -> None:
             step.fail(failure.error)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe_lightning.emulation.race_checker import ProtocolChecker
-from roundpipe_lightning.emulation.server import EmulatedServer
+from roundpipe_lightning.emulation.race_checker import ProtocolChecker, ProtocolError
+from roundpipe_lightning.emulation.server import EmulatedServer, ServedDevice
 from roundpipe_lightning.emulation.timing import EmulatedTiming
+from roundpipe_lightning.engine.device.events import Event
+from roundpipe_lightning.engine.transfer.worker_transfers import WaitedFor, WorkerTransfers
 from tests.engine.driver.kit import Comparison, LanguageModel, Layer, batch_of, largest_difference
 
 
@@ -25,15 +27,19 @@ def language_loss(module: Any, step: int) -> Tensor:
 
 @contextmanager
 def comparison_on(
-    num_devices: int, make: Any = LanguageModel, **options: Any
+    num_devices: int,
+    make: Any = LanguageModel,
+    *,
+    direct: float | None = None,
+    upload: float = float("inf"),
+    **options: Any,
 ) -> Iterator[Comparison]:
     timing = EmulatedTiming(
-        max_delay_seconds=1e-3, direct_bytes_per_second=options.pop("direct", None)
+        max_delay_seconds=1e-3, direct_bytes_per_second=direct, upload_bytes_per_second=upload
     )
+    checker = ProtocolChecker()
     with (
-        EmulatedServer(
-            num_devices, checker=ProtocolChecker(), poison=True, timing=timing
-        ) as server,
+        EmulatedServer(num_devices, checker=checker, poison=True, timing=timing) as server,
         Comparison(make, devices=server.devices, **options) as comparison,
     ):
         yield comparison
@@ -222,3 +228,40 @@ def test_after_an_error_the_next_step_is_right() -> None:
             {}[language_loss(comparison.module, 0)]
         comparison.module.zero_grad()
         comparison.run(language_loss)
+
+
+@pytest.mark.parametrize("reason", list(WaitedFor), ids=lambda reason: reason.value)
+def test_the_checker_sees_a_wait_that_is_missing(
+    reason: WaitedFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = WorkerTransfers.await_event
+
+    def forget(self: WorkerTransfers, event: Event, waited_for: WaitedFor) -> None:
+        if waited_for is not reason:
+            wait(self, event, waited_for)
+
+    with comparison_on(2, plan=PLAN, upload=1e5) as comparison:
+        comparison.run(language_loss, steps=1)
+        monkeypatch.setattr(WorkerTransfers, "await_event", forget)
+        with (
+            pytest.raises(ProtocolError),
+            comparison.driver.step(comparison.route, seed=0),
+        ):
+            language_loss(comparison.module, 0).backward()
+
+
+def test_a_copy_that_fails_is_raised_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: ServedDevice, *_: Any, **__: Any) -> Event:
+        raise RuntimeError(f"the link of {self.name} is broken")
+
+    with comparison_on(2, plan=PLAN) as comparison:
+        comparison.run(language_loss, steps=1)
+        with monkeypatch.context() as patched:
+            patched.setattr(ServedDevice, "copy", fails)
+            with (
+                pytest.raises(RuntimeError, match="is broken") as caught,
+                comparison.driver.step(comparison.route, seed=0),
+            ):
+                language_loss(comparison.module, 0).backward()
+        assert "queue of" in " ".join(caught.value.__notes__)
+        comparison.run(language_loss, steps=1)
