@@ -185,7 +185,7 @@ def _message(name: str, old: Access, new: Access) -> str:
     )
 
 
-def _has_values(kind: type) -> bool:
+def _has_values(kind: Any) -> bool:
     """Whether tensors of a class are memory, and not stand-ins that compute something else."""
     own = kind.__torch_dispatch__
     return own is Tensor.__torch_dispatch__ or issubclass(kind, TaggedTensor)

@@ -77,7 +77,7 @@ class EmulatedDevice(Device):
         here = values.detach()
         if tag_of(here) is None:  # a server without tags
             return super().put(parameter, here)
-        requires_grad, here._is_param = parameter.requires_grad, True  # type: ignore[attr-defined]  # noqa: SLF001
+        requires_grad, here._is_param = parameter.requires_grad, True  # noqa: SLF001
         swap(parameter, here)
         parameter.requires_grad_(requires_grad)
         return here

@@ -147,7 +147,7 @@ class TaggedTensor(torch.Tensor):
 
 
 @functools.cache
-def _comes_after(kind: type) -> bool:
+def _comes_after(kind: Any) -> bool:
     """Whether a class of tensors has no functions of its own, which would go before these."""
     own: Any = kind.__torch_function__
     plain: Any = torch.Tensor.__torch_function__
@@ -170,7 +170,7 @@ def swap(parameter: torch.nn.Parameter, other: torch.Tensor) -> None:
         for attributes, value in zip((two, one), values, strict=True):
             if value is not None:
                 attributes[name] = value
-    other.__class__, parameter.__class__ = kinds
+    other.__class__, parameter.__class__ = kinds  # type: ignore[assignment]
     torch._C._swap_tensor_impl(parameter, other)
 
 

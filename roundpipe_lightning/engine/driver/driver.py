@@ -33,6 +33,9 @@ class StepExecutor(Protocol):
         In between user code computes in the calling thread.
         """
 
+    def bring(self, block: nn.Module) -> None:
+        """Let user code run a block itself, where it computes, for the rest of the step."""
+
 
 class BlockProxy(ForwardProxy):
     """Stands in a block's `forward` while steps run: posts a call."""
@@ -148,6 +151,7 @@ class Driver:
                 )
             except NotABlockError as error:
                 self._forms.refuse(proxy.name, key, error.reason)
+        self._executor.bring(block)
         forward = proxy.instance_forward or partial(type(block).forward, block)
         return forward(*gathered(args), **gathered(kwargs))
 

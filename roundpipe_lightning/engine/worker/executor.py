@@ -425,6 +425,10 @@ class Executor:
         """Make a replica of a block where user code computes; return what runs it."""
         return self._root.replica_of(snapshot).run
 
+    def bring(self, block: nn.Module) -> None:
+        """Let user code run a block itself, where it computes, for the rest of the step."""
+        self._root.bring(block)
+
     def close(self) -> None:
         self._team.close()
 

@@ -37,6 +37,9 @@ class Root(ABC):
     def entered(self) -> ExitStack:
         """Let user code of this thread compute here until the context ends."""
 
+    def bring(self, block: nn.Module) -> None:
+        """Let a block be run here by user code, until the context of `entered` ends."""
+
     @abstractmethod
     def replica_of(self, snapshot: Snapshot) -> Replica:
         """Return a replica of a block that runs here once, to be tried."""
@@ -80,18 +83,29 @@ class DeviceRoot(Root):
         self._tried: tuple[Snapshot, dict[nn.Parameter, Tensor]] | None = None
 
     def entered(self) -> ExitStack:
-        contexts = ExitStack()
+        self._contexts = contexts = ExitStack()
         try:
             contexts.enter_context(self._device.activate())
             contexts.enter_context(self._device.thread_context())
             contexts.callback(setattr, self, "_tried", None)
             for parameter in self._store.outside_blocks:
                 contexts.enter_context(self._placed(parameter))
-            contexts.enter_context(self._placed_buffers())
+            contexts.enter_context(self._placed_buffers(self._modules))
         except BaseException:
             contexts.close()
             raise
         return contexts
+
+    def bring(self, block: nn.Module) -> None:
+        for parameter in block.parameters():
+            if parameter not in self._store.at_home:
+                self._contexts.enter_context(self._placed(parameter))
+        away = [m for m in block.modules() if not self._has_buffers_of(m)]
+        self._contexts.enter_context(self._placed_buffers(away))
+
+    def _has_buffers_of(self, module: nn.Module) -> bool:
+        here = self._device.torch_device
+        return all(b is None or b.device == here for b in vars(module)["_buffers"].values())
 
     @contextmanager
     def _placed(self, parameter: nn.Parameter) -> Iterator[None]:
@@ -124,9 +138,9 @@ class DeviceRoot(Root):
                 add_to_grad({parameter: self._device.download(gradient)}, share=1)
 
     @contextmanager
-    def _placed_buffers(self) -> Iterator[None]:
-        """Let buffers outside the blocks be here until the context ends."""
-        tables = [vars(module)["_buffers"] for module in self._modules]
+    def _placed_buffers(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Let buffers of modules be here until the context ends."""
+        tables = [vars(module)["_buffers"] for module in modules]
         before = [dict(table) for table in tables]
         placed = {}
         for table in tables:

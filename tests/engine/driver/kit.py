@@ -146,7 +146,7 @@ class Comparison:
         self.driver, self.executor = self.engine.driver, self.engine.executor
 
     @property
-    def modules(self) -> tuple[nn.Module, nn.Module]:
+    def modules(self) -> tuple[Any, Any]:
         return self.plain, self.module
 
     def __enter__(self) -> Comparison:
