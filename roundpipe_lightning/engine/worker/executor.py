@@ -106,7 +106,8 @@ class StepWorker:
 
     def _run_forward(self, step: Step, run: ForwardRun) -> None:
         stage = run.stage.stage
-        present, made = -1, []
+        present = -1
+        made: list[Call] = []
         while (item := step.next_call(run)) is not None:
             call, part = item
             if part != present:

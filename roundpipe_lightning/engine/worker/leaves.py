@@ -295,7 +295,7 @@ class DeviceLeaves(Leaves):
 
         Gradients of a parameter that several blocks have are added up in the leaf of the first.
         """
-        found = []
+        found: list[tuple[Any, Sequence[nn.Parameter]]] = []
         first: dict[nn.Parameter, nn.Parameter] = {}
         for region in self._blocks.values():
             known, values = self._leaves.get(region, {}), region.leaves()

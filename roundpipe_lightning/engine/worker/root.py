@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +125,8 @@ class DeviceRoot(Root):
         try:
             yield
         finally:
-            gradient, parameter.grad = parameter.grad, None
+            gradient: Any = parameter.grad
+            parameter.grad = None
             was_written = self.place.was_written(parameter)
             written = self._device.download(parameter) if was_written else None
             del self.place.versions[parameter]
