@@ -190,7 +190,7 @@ class ModelSource:
     def _published_config(self) -> PreTrainedConfig:
         assert self.hub_name is not None
         if is_gguf(self.hub_name):
-            return AutoConfig.for_model(**read_fields(self.hub_name, self.config_changes))
+            return AutoConfig.for_model(**read_fields(self.hub_name, self.config_changes or {}))
         with _explained(self.hub_name):
             fields, _ = PreTrainedConfig.get_config_dict(self.hub_name, **self.hub_options)
             files = fields.get("auto_map")

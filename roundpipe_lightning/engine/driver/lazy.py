@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ class LazyTensor(Tensor):
         is_posted, result = step.post_operation(func, args, kwargs, leaves, structure)
         if is_posted:
             if name in _VIEWS and isinstance(args[0], LazyTensor):
-                _note_base(args[0], result, lambda base: func(base, *args[1:], **kwargs))
+                _note_base(args[0], result, partial(_again, func, args[1:], kwargs))
             return result
         args, kwargs = gathered(args), gathered(kwargs)
         return func(*args, **kwargs)
@@ -155,13 +156,17 @@ def writes_first(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _WRITES
 
 
+def _again(func: Any, args: Any, kwargs: Any, base: Tensor) -> Any:
+    return func(base, *args, **kwargs)
+
+
 def _note_base(base: LazyTensor, result: Any, view: Callable[[Tensor], Any]) -> None:
     if isinstance(result, LazyTensor):
         result.base = (base, view)
     elif isinstance(result, list | tuple):
         for index, lazy in enumerate(result):
             if isinstance(lazy, LazyTensor):
-                lazy.base = (base, lambda whole, index=index: view(whole)[index])  # type: ignore[misc]
+                lazy.base = (base, lambda whole, index=index: view(whole)[index])
 
 
 def _detached(leaf: Any) -> Any:

@@ -108,5 +108,6 @@ class GatherNode(torch.autograd.Function):
 def apply(node: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """Add a node to the driver's graph; return what it makes."""
     # Not the class's own `apply`, which gives a function of user code the values of lazy tensors.
-    result: Tensor = super(torch.autograd.Function, node).apply(*arguments)
+    plain: Any = super(torch.autograd.Function, node)
+    result: Tensor = plain.apply(*arguments)
     return result

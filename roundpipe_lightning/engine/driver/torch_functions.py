@@ -51,10 +51,11 @@ def lazy_arguments() -> Iterator[None]:
     plain_apply = torch.autograd.Function.__dict__["apply"].__func__
     setattr(checkpoint_module, _REENTRANT, DirectFunction)
     setattr(checkpoint_module, _WITHOUT_REENTRY, direct_generator)
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    function: Any = torch.autograd.Function
+    function.apply = classmethod(apply)
     try:
         yield
     finally:
-        torch.autograd.Function.apply = classmethod(plain_apply)  # type: ignore[method-assign]
+        function.apply = classmethod(plain_apply)
         setattr(checkpoint_module, _REENTRANT, function_class)
         setattr(checkpoint_module, _WITHOUT_REENTRY, generator)

@@ -10,6 +10,7 @@ loss = losses.sum() / number of counted labels ◀──────────
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -44,7 +45,7 @@ def posted_cross_entropy(
         bias: Shape (V), or None.
         reduction: `"mean"`, `"sum"` or `"none"`.
     """
-    losses_of = partial(
+    losses_of: Callable[..., Tensor] = partial(
         linear_cross_entropy, reduction="none", ignore_index=ignore_index, **options
     )
     rows = hidden.rows
