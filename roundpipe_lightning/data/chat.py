@@ -176,8 +176,18 @@ class ConversationEncoder:
         sample = encode(messages, options, place=place)
         is_target = sample.labels != IGNORED
         last = torch.nonzero(is_target & ~torch.cat([is_target[1:], is_target.new_zeros(1)]))
-        self.endings.update(self.tokenizer.decode(sample.input_ids[at]) for at in last)
+        for at in last.flatten().tolist():
+            ending = self.tokenizer.decode(sample.input_ids[at])
+            if ending.isspace():  # a line break behind the token
+                ending = self.tokenizer.decode(sample.input_ids[max(0, at - 1) : at + 1])
+            self.endings[ending] += 1
         return sample
+
+    @property
+    def misses_ends(self) -> bool:
+        """Whether a template's marks leave out every token that could end an answer."""
+        known = any(token in ending for ending in self.endings for token in self._specials)
+        return self._is_marked and bool(self.endings) and not known
 
     @property
     def remark(self) -> str:

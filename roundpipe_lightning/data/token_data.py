@@ -295,6 +295,11 @@ class FileDataModule(LightningDataModule):
         )
         encoder = vars(self).get("_encoder")  # of conversations, once there was one
         remark = "" if encoder is None else encoder.remark
+        if encoder is not None and encoder.misses_ends:
+            log.warning(
+                "The chat template marks no token that ends an answer, so the model will not learn "
+                "to stop. Put {{ eos_token }} before its {% endgeneration %}."
+            )
         left_out = "".join(f"; {text}" for text in self.left_out)
         named_forms = "; ".join(forms) or ", ".join(self.files.parts()[:2])
         self.summary = f"Data: {named_forms}; {figures}{left_out}{remark}."

@@ -473,6 +473,23 @@ def test_nothing_is_left_out_in_silence(tmp_path: Path, caplog: pytest.LogCaptur
     assert "; the last 4 of an epoch left out (data.drop_last=true)" in left.summary
 
 
+def test_marks_without_an_end_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ends = {"": "'a'", "<|im_end|>": "'<|im_end|>'", "<|im_end|>\n": r"'<|im_end|>\n'"}
+    for end, said in ends.items():
+        template = tmp_path / "marked.jinja"
+        template.write_text(
+            "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+            f"{{{{ m.content + {end!r} }}}}{{% endgeneration %}}"
+            "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        )
+        data = make(tmp_path, *[talk("a")] * 20, packing=False)
+        data.tokenizer_source = TokenizerSource(chat_template=str(template))
+        caplog.clear()
+        data.setup()
+        assert f"; an answer ends with {said}." in data.summary
+        assert ("marks no token that ends an answer" in caplog.text) is (end == "")
+
+
 def test_bad_records_are_counted_and_shown_or_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
