@@ -129,7 +129,7 @@ class _Job:
         entry: dict[str, Any] = {"status": EXIT_ERROR, "number": number}
         entry |= {"overrides": list(about.overrides.task), "folder": about.runtime.output_dir}
         try:
-            result = _module(f"cli.{_MODULES.get(self.name, self.name)}").run(config)
+            result = _run(self.name, config)
             entry["status"] = result if isinstance(result, int) else 0
         finally:
             with Path(self._path).open("a", encoding="utf-8") as file:
@@ -305,6 +305,21 @@ def new_folder(path: Path) -> Path:
             folder.mkdir()
             return folder
     raise AssertionError
+
+
+def _run(name: str, config: Any) -> Any:
+    """Run a command's module; what has no memory, as early as its libraries are read, is a line."""
+    try:
+        return _module(f"cli.{_MODULES.get(name, name)}").run(config)
+    except (MemoryError, ImportError) as error:
+        is_memory = isinstance(error, MemoryError) or "allocate memory" in str(error)
+        if not is_memory or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.stderr.write(
+            "Error: this process may have no more memory. Raise its limit (ulimit -v, or that of "
+            "the job), or set a smaller model, data.batch_size or data.seq_len.\n"
+        )
+        return EXIT_DOES_NOT_FIT
 
 
 train = partial(_launch, "train")
@@ -553,14 +568,14 @@ def in_settings(arguments: list[str], folder: Path, *, command: str = "train") -
     found = []
     for argument in arguments:
         name, _, value = argument.partition("=")
-        if value in _WORDS and not (folder / name).is_dir():
+        if value in _WORDS and not _is_there(folder / name):
             argument = f"{name}={_WORDS[value]}"
         if name[:1] == "+" and _is_unread(name.lstrip("+"), arguments, folder):
             argument = argument.lstrip("+")
         if name == "hardware" and value.endswith((".yaml", ".yml")):
             argument = f"hardware_file={value}"
-        is_group = (folder / name / f"{value}.yaml").is_file()
-        is_place = re.search(r"[./*{\[]", value) or (value and Path(value).exists())
+        is_group = _is_there(folder / name / f"{value}.yaml")
+        is_place = re.search(r"[./*{\[]", value) or (value and _is_there(Path(value)))
         if name == "data.files" and "data" not in given and value[:1] not in ("", "'", '"'):
             found += _data_settings(value, given, folder)
         elif name not in ("data", "model") or is_group or not is_place:
@@ -609,9 +624,23 @@ def _model_settings(value: str, folder: Path) -> list[str]:
 
 
 def _quoted(value: str) -> str:
-    """A text as Hydra reads it."""
-    inside = value.replace("\\", "\\\\").replace("'", "\\'")
+    """A text as Hydra reads it: backslashes are themselves, but for those before a quote."""
+    inside = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
     return f"'{inside}'"
+
+
+def as_setting(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(as_setting, value))}]"
+    return _quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether something has a name, which may be too long for one."""
+    with suppress(OSError, ValueError):
+        return path.exists()
+    return False
 
 
 def _near(key: str, keys: list[str]) -> list[str]:

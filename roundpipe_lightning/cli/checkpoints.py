@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from lightning.pytorch import LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from roundpipe_commands import EXIT_BAD_INPUT, explain, for_export
+from roundpipe_commands import EXIT_BAD_INPUT, as_setting, explain, for_export
 from roundpipe_lightning.checkpoint.compatibility import check_versions, left_out, load_state
 from roundpipe_lightning.checkpoint.folder import Folder, check_form, is_checkpoint_folder
 from roundpipe_lightning.checkpoint.io import read_checkpoint
@@ -249,7 +249,7 @@ def _load(name: str, settings: Sequence[str]) -> tuple[Any, TokenizerSource]:
     path = Path(name).expanduser()
     is_file = path.is_file() and not is_gguf(name)
     if name == "last" or is_file or is_checkpoint_folder(path) or is_run(path):
-        words = for_export([f"ckpt_path={json.dumps(name)}", *settings])
+        words = for_export([f"ckpt_path={as_setting(name)}", *settings])
         try:
             with initialize_config_dir(str(config_folder()), version_base="1.3"):
                 config = compose("export", overrides=words)

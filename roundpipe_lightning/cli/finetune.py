@@ -18,7 +18,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from torch import nn
 
-from roundpipe_commands import explain, name_machines, new_folder
+from roundpipe_commands import as_setting, explain, name_machines, new_folder
 from roundpipe_lightning.callbacks import PlanReport
 from roundpipe_lightning.cli.run_folder import claim
 from roundpipe_lightning.cli.train import run_training, summary_rows, trained_row, write_card
@@ -164,7 +164,7 @@ def finetune(  # noqa: PLR0913 - all but two are keyword-only, each a setting of
         f"peft={'none' if method == 'full' else method}",
         *_OBJECTIVES[objective].split(),
         "callbacks=export",
-        *(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()),
+        *(f"{key}={as_setting(value)}" for key, value in settings.items()),
         *overrides,
     ]
     name_machines(config_folder())

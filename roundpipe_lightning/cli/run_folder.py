@@ -26,6 +26,7 @@ if sys.platform != "win32":
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
+from roundpipe_commands import as_setting
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.files import read_json, read_yaml, write_text
 
@@ -323,5 +324,5 @@ def _is_outside(name: str, folder: Path) -> bool:
 
 
 def _words(path: str, value: Any) -> str:
-    text = str(value) if re.fullmatch(r"[\w./:~-]+", str(value)) else json.dumps(value)
+    text = str(value) if re.fullmatch(r"[\w./:~-]+", str(value)) else as_setting(value)
     return shlex.quote(f"{path}={text}")

@@ -299,6 +299,12 @@ def _check_loaded(
     for key in (*unexpected(differing), *unexpected(odd)):
         has, wants = differing.get(key) or (shapes[key], odd[key])
         lines.append(f"  another shape: {key}, {has} instead of {wants}")
+    # a tensor that is renamed or fused is one of fractions, unless the model has others
+    usual = next(iter(wanted.values())) if all(map(_is_fraction, wanted.values())) else None
+    for key, tensor in tensors.items():
+        like = wanted.get(key, None if key in found["unexpected_keys"] else usual)
+        if like is not None and (kind := _another_kind(tensor, like)) is not None:
+            lines.append(f"  another kind: {key}, {kind} instead of {like.dtype}")
     if lines:
         hint = _GGUF_HINT if is_gguf(source.hub_name) else _QUESTION
         raise ModelSourceError(
@@ -453,7 +459,7 @@ def draw_buffers(module: nn.Module) -> None:
 def shape_differences(
     wanted: Mapping[str, Tensor], found: Mapping[str, Any], *, may_lack: Collection[str] = ()
 ) -> list[str]:
-    """Name every tensor that is missing, extra or of another shape, in a line each."""
+    """Name every tensor that is missing, extra, of another shape or kind, in a line each."""
     lines = [
         f"  missing: {name}, {_shape(tensor)}"
         for name, tensor in wanted.items()
@@ -465,7 +471,27 @@ def shape_differences(
         for name, tensor in wanted.items()
         if name in found and _shape(found[name]) != _shape(tensor)
     ]
+    lines += [
+        f"  another kind: {name}, {kind} instead of {tensor.dtype}"
+        for name, tensor in wanted.items()
+        if name in found and (kind := _another_kind(found[name], tensor)) is not None
+    ]
     return lines
+
+
+def _another_kind(found: Any, tensor: Tensor) -> str | None:
+    """Return the dtype of whole numbers that are to be loaded as fractions, or the other way."""
+    if found is None:
+        return None
+    kind = str(found.dtype if isinstance(found, Tensor) else found.get_dtype())
+    is_same = (re.match(r"torch\.(b?float|complex)|B?F\d|C\d", kind) is not None) == _is_fraction(
+        tensor
+    )
+    return None if is_same else kind
+
+
+def _is_fraction(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def first_lines(lines: Sequence[str]) -> str:

@@ -267,7 +267,9 @@ class ModelSource:
             from_config = cast(Callable[..., PreTrainedModel], self.head.auto_class.from_config)
             try:
                 model = from_config(config, dtype=dtype, **options)
-            except (ValueError, ImportError, KeyError, TypeError, ArithmeticError) as error:
+            except (*_FOREIGN, ImportError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and "dimension" not in str(error):
+                    raise
                 wrong = f"model.attention={self.attention}"
                 if self.attention is None or not isinstance(error, (ValueError, ImportError)):
                     wrong = f"model.architecture cannot be built: {type(error).__name__}"
@@ -356,6 +358,13 @@ class ModelSource:
             )
 
 
+_FOREIGN = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RecursionError, AssertionError, StrictDataclassError),
+)
+"""What transformers raises for files of a model that are something else."""
+
+
 @contextlib.contextmanager
 def _explained(hub_name: str) -> Iterator[None]:
     """Turn what transformers raises for a name it cannot load into a `ModelSourceError`."""
@@ -363,7 +372,7 @@ def _explained(hub_name: str) -> Iterator[None]:
         yield
     except RoundPipeError:
         raise  # it says itself what is wrong
-    except (OSError, ValueError) as error:
+    except _FOREIGN as error:
         raise unreadable(
             repr(hub_name),
             hub_name,

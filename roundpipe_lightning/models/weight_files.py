@@ -211,6 +211,9 @@ class _PickledTensor:
         self._tensor = tensor
         self.shape = tuple(tensor.shape)
 
+    def get_dtype(self) -> str:
+        return str(self._tensor.dtype)
+
     def __getitem__(self, index: Any) -> Tensor:
         return self._tensor[index].clone()
 

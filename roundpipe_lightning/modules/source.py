@@ -160,7 +160,7 @@ def _pretrained(kind: Any, source: TokenizerSource) -> Any:
     at |= reach_options(name)
     try:  # without a word on code of its own, transformers would ask at the keyboard
         return kind.from_pretrained(name, trust_remote_code=source.trust_remote_code, **at)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigurationError(
                 f"The tokenizer {name!r} wants to run code of its own. It is refused unless "

@@ -36,6 +36,7 @@ from tests.kit.runs import (
     SMALL,
     SUMMARY_KEYS,
     command,
+    composed,
     environment,
     files,
     run,
@@ -646,3 +647,29 @@ def test_a_stream_that_ends_does_not_end_a_training(tmp_path: Path, ends: str) -
     assert "Exception ignored" not in done.stderr
     assert (tmp_path / "run" / "summary.json").is_file()
     assert "Finished" in (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.parametrize("name", ["back\\slash", "it's", "a\\'b", "end\\", 'quo"te', "a=b,[c]"])
+def test_a_path_is_read_as_it_is(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.mkdir()
+    words = commands.in_settings([f"data={path}/."], config_folder())
+    assert composed("train", *words).data.files == [f"{path}/."]
+    assert composed("train", f"task_name={commands.as_setting(name)}").task_name == name
+
+
+def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
+    done = run_here(tmp_path, f"hydra.run.dir={'n' * 300}", status=2)
+    assert "Error: The run's folder cannot be made: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_process_without_memory_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(train, "run", run)
+    done = run_here(tmp_path, status=commands.EXIT_DOES_NOT_FIT)
+    assert done.stderr.startswith("Error: this process may have no more memory. ")

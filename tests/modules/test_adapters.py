@@ -1,5 +1,6 @@
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from roundpipe_lightning.data import ChatDataModule
-from roundpipe_lightning.errors import ConfigurationError, ModelSourceError
+from roundpipe_lightning.errors import ConfigurationError, ModelSourceError, RoundPipeError
 from roundpipe_lightning.models.source import Head
 from roundpipe_lightning.modules import Adapters, CausalLanguageModule, ModelSource
 from roundpipe_lightning.modules import adapters as adapters_module
@@ -413,3 +414,59 @@ def test_a_saved_adapter_runs_no_code(source: str, tmp_path: Path) -> None:
     model = adapters.apply(tiny())
     assert isinstance(model, PeftModel)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", "null"),
+        ("config.json", "[]"),
+        ("config.json", '{"model_type": 3}'),
+        ("config.json", "[" * 100_000),
+        ("config.json", '{"model_type": "qwen3", "hidden_size": "x"}'),
+        ("model.safetensors", "{}"),
+    ],
+)
+def test_a_model_folder_with_something_else_is_a_sentence(
+    file: str, content: str, tmp_path: Path
+) -> None:
+    tiny().save_pretrained(tmp_path)
+    (tmp_path / file).write_text(content)
+    source = ModelSource(architecture={}, hub_name=str(tmp_path), weights="pretrained")
+    with pytest.raises(RoundPipeError, match=re.escape(str(tmp_path))):
+        source.build()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "null"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": 3}'),
+    ],
+)
+def test_a_tokenizer_folder_with_something_else_is_a_sentence(
+    file: str, content: str, tmp_path: Path
+) -> None:
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(RoundPipeError, match=re.escape(str(tmp_path))):
+        TokenizerSource(name=str(tmp_path)).load()
+
+
+def test_a_negative_size_is_named() -> None:
+    source = ModelSource(architecture={**TINY, "hidden_size": -32})
+    with torch.device("meta"), pytest.raises(ConfigurationError, match=r"model\.architecture"):
+        source.build()
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    tensors[name] = tensors[name].view(torch.int32)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    source = ModelSource(architecture={}, hub_name=str(tmp_path), weights="pretrained")
+    with pytest.raises(ModelSourceError, match=f"another kind: {name}, I32 instead of torch.float"):
+        source.build()
