@@ -265,7 +265,7 @@ def _check_match(
                     f"The tensors of {source.hub_name!r} cannot be put together to the parameters "
                     f"of {type(skeleton).__name__}:\n{report or error}\n{_QUESTION}"
                 ) from error
-    _check_loaded(skeleton, found, source=source, shapes=shapes, odd=odd)
+    _check_loaded(skeleton, found, source=source, tensors=tensors, odd=odd)
 
 
 def _check_loaded(
@@ -273,16 +273,17 @@ def _check_loaded(
     found: Mapping[str, Any],
     *,
     source: ModelSource,
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    tensors: Mapping[str, Any] = MappingProxyType({}),
     odd: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
     """Refuse weights that are not those of the model; ModelSourceError: all are listed.
 
     Args:
         found: What transformers says that it has not loaded.
-        shapes: Of the tensors in the files.
+        tensors: Those in the files, where they are read by name.
         odd: The shapes that some of them were taken to have.
     """
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     meant = [re.compile(pattern) for pattern in source.unmatched_tensors]
     prefix = skeleton.base_model_prefix
     if source.has_new_head and prefix:
