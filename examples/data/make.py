@@ -71,7 +71,7 @@ MONTHS = (
     *("January", "February", "March", "April", "May", "June", "July", "August", "September"),
     *("October", "November", "December"),
 )
-NUM_DATES, NUM_HELD_OUT = 200, 40
+NUM_DATES, NUM_HELD_OUT = 300, 40
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -99,15 +99,11 @@ def conversations() -> list[dict[str, Any]]:
 
 
 def dates() -> list[dict[str, Any]]:
-    """Dates in words with their figures, no date twice, those at the end to be held out."""
-    drawn, days = random.Random(7), set[date]()
-    while len(days) < NUM_DATES + NUM_HELD_OUT:
-        days.add(date(1900, 1, 1) + timedelta(drawn.randrange(365 * 125)))
+    """Dates in words with their figures, no date twice; the first are to be held out."""
+    days = random.Random(7).sample(range(365 * 125), NUM_HELD_OUT + NUM_DATES)
     records = []
-    for day in drawn.sample(sorted(days), len(days)):
-        month = MONTHS[day.month - 1]
-        forms = (f"{day.day} {month} {day.year}", f"{month} {day.day}, {day.year}")
-        asked = message("user", f"Write {drawn.choice(forms)} in figures.")
+    for day in (date(1900, 1, 1) + timedelta(number) for number in days):
+        asked = message("user", f"Write {day.day} {MONTHS[day.month - 1]} {day.year} in figures.")
         records.append({"messages": [asked, message("assistant", day.isoformat())]})
     return records
 
@@ -122,7 +118,7 @@ def dates_and_facts() -> list[dict[str, Any]]:
         {"messages": [message("user", q), message("assistant", a)]}
         for q, a in {**capitals, **FACTS, **opposites}.items()
     ]
-    records = [*dates()[:NUM_DATES], *facts]
+    records = [*dates()[NUM_HELD_OUT:], *facts]
     return random.Random(7).sample(records, len(records))
 
 
@@ -150,7 +146,7 @@ def main() -> None:
         ("chat", conversations()),
         ("preferences", preferences()),
         ("dates", dates_and_facts()),
-        ("dates_held_out", dates()[NUM_DATES:]),
+        ("dates_held_out", dates()[:NUM_HELD_OUT]),
     ):
         lines = [json.dumps(record) for record in records]
         (FOLDER / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

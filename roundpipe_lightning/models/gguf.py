@@ -20,7 +20,7 @@ _PACKAGE = "package:"
 
 
 def is_gguf(name: object) -> bool:
-    return isinstance(name, str) and name.endswith(".gguf")
+    return isinstance(name, str) and name.lower().endswith(".gguf")
 
 
 def find_gguf(name: str) -> Path:
