@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from roundpipe_commands import chat as main
 from roundpipe_lightning import RoundPipeStrategy
+from roundpipe_lightning.cli.objects import visible
 from roundpipe_lightning.cli.train import train
 from roundpipe_lightning.errors import ConfigurationError
 from roundpipe_lightning.models.export import ExportOptions, export_pretrained
@@ -107,7 +108,7 @@ def test_it_answers_as_transformers_does(
     monkeypatch.setattr(builtins, "input", ask)
     capsys.readouterr()
     assert main([name, *typed, f"--max-new-tokens={NUM_TOKENS}"]) == 0
-    assert capsys.readouterr().out == answers(expected, template)
+    assert capsys.readouterr().out == visible(answers(expected, template))
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(
