@@ -68,9 +68,7 @@ def reach_options(name: str) -> dict[str, bool]:
         socket.create_connection((url.hostname, port), timeout=_ANSWERS_SECONDS).close()
     except OSError as error:
         reason = str(error)  # who keeps records would keep the error's frames, with models in them
-        _LOG.warning(
-            "The hub does not answer (%s): what its cache has of %s is taken.", reason, name
-        )
+        _LOG.info("The hub does not answer (%s): what its cache has of %s is taken.", reason, name)
         return {"local_files_only": True}
     return {}
 

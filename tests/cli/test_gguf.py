@@ -39,7 +39,8 @@ def answer(name: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
     monkeypatch.setattr(builtins, "input", ask)
     capsys.readouterr()
-    assert chat([str(name), "--max-new-tokens=6"]) == 0
+    settings = ["model.hub_name=tiny.gguf"] if name == Path("run") else []
+    assert chat([str(name), *settings, "--max-new-tokens=6"]) == 0
     return capsys.readouterr().out.strip("\n")
 
 
@@ -70,7 +71,8 @@ def test_a_file_is_trained_exported_and_talked_to(
     assert "Predicted step" in run("plan", tmp_path, *words)
     run("train", tmp_path, *words, "hydra.run.dir=run")
     for folder, overrides in {"adapter": (), "merged": ("merge=true",)}.items():
-        run("export", tmp_path, "ckpt_path=run", f"output_dir={folder}", *overrides)
+        base_file = "model.hub_name=tiny.gguf"  # outside of the run's folder: it is typed again
+        run("export", tmp_path, "ckpt_path=run", f"output_dir={folder}", base_file, *overrides)
         card = (tmp_path / folder / "README.md").read_text("utf-8")
         assert "| Base | tiny.gguf |" in card
         assert ("The base is a GGUF file" in card) == (folder == "adapter")

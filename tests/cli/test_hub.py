@@ -158,6 +158,7 @@ def test_without_a_network_the_cache_is_taken_at_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(huggingface_hub.utils.logging.get_logger(), "propagate", True)
     tokenizer = TokenizerSource(name="me/tiny", revision="v2")
     model = ModelSource(architecture={}, hub_name="me/tiny", revision="v2")

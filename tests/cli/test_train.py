@@ -652,8 +652,8 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_one_line(tmp_path: Path) ->
     flip_bit(next((tmp_path / "part").glob("*.distcp")))
     (tmp_path / "index" / ".metadata").write_bytes(b"\xff\xfe{}")
     for given, named in (
-        ("one.ckpt", "differs from its checksum"),
-        ("part", "differs from its checksum"),
+        ("one.ckpt", "differs from its digest"),
+        ("part", "differs from its digest"),
         ("index", "its parts do not fit"),
         ("entry.ckpt", "entry 'roundpipe' does not fit here"),
         ("run optimizer=sgd", "of another optimizer than SGD: it has no dampening"),

@@ -121,7 +121,7 @@ class PartitionHints:
                 "stage, 0 or more."
             )
         if self.forward is not None and self.backward is not None:
-            plain = sum(self.forward) == sum(self.backward)
+            plain = bool(self.forward) and sum(self.forward) == sum(self.backward)
             Partition(forward=self.forward, backward=self.backward, plain=plain)
         forward = self.forward or ()
         fused, *backward = self.backward or (0,)
