@@ -72,6 +72,7 @@ class BackwardPass:
             unit: (GradientAccumulator(unit.num_parts), GradientAccumulator(unit.num_parts))
             for unit in self.units
         }
+        self._total: Gradients = {}
         self._real_gradients: dict[tuple[Call, int], dict[int, Part]] = {}
 
     def _runs_of(self, worker: int) -> list[BackwardRun]:
@@ -113,11 +114,10 @@ class BackwardPass:
 
     def parameter_gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """Return the sums of all units, the last unit's first, as autograd adds them up."""
-        total: Gradients = {}
         for unit in self.units:
-            for accumulator in self._sums[unit]:
-                fold(total, accumulator.sums)
-        return [total.get(parameter) for parameter in parameters]
+            for accumulator in self._sums.pop(unit, ()):
+                fold(self._total, accumulator.sums)
+        return [self._total.pop(parameter, None) for parameter in parameters]
 
     # Called by workers ---------------------------------------------------------------------------
 

@@ -109,19 +109,21 @@ class BlockForms:
                 "it is given an object that holds tensors, which a recompute would find changed"
             )
         kind = (self._block_key(snapshot), structure, context.modes, context.autocast, is_whole)
-        key = (*kind, tuple(map(_sized_key, leaves)))
         num_rows = _num_rows(leaves)
+        key = (*kind, tuple(map(_sized_key, leaves)))
         whole = BlockForm(CallForm(tuple(None for _ in leaves), (), structure), num_rows)
         if reason:
             if reason not in self._refused.values():
                 self._warn_of_driver(name, reason)
             self._refused[key] = reason
             return replace(whole, reason=reason), key
-        if key in self._forms and not fills_objects:
-            form = self._forms[key]
-            return BlockForm(form, _rows_in(leaves, form) or num_rows), key
+        whole_key = (*key, num_rows)  # sizes of the whole batch
+        for known_key in (key, whole_key):
+            if known_key in self._forms and not fills_objects:
+                form = self._forms[known_key]
+                return BlockForm(form, _rows_in(leaves, form) or num_rows), known_key
         if is_whole:
-            return replace(whole, reason=self._refused.get(key, "")), key
+            return replace(whole, reason=self._refused.get(whole_key, "")), whole_key
         shape_key = (*kind, tuple(map(_unsized_key, leaves)))
         if shape_key not in self._verdicts:
             self._verdicts[shape_key] = self._try(name, snapshot, leaves, structure)
@@ -129,13 +131,13 @@ class BlockForms:
         if isinstance(verdict, NotABlockError):
             return replace(whole, reason=verdict.reason), key
         if isinstance(verdict, MixedRowsError):
-            self._mixed[key] = (name, verdict.reason)
-            return whole, key
+            self._mixed[whole_key] = (name, verdict.reason)
+            return whole, whole_key
         rows = tuple(x.rows if isinstance(x, TensorForm) else None for x in verdict.results)
         form = CallForm(verdict.arguments, (), verdict.structure)
         found = _rows_in(leaves, form)
         if found is None:  # rows lie where they did not lie when it was tried
-            return whole, key
+            return whole, whole_key
         return BlockForm(form, found, rows), key
 
     def learn(self, key: Hashable, form: CallForm) -> None:
@@ -171,7 +173,7 @@ class BlockForms:
                 raise NotABlockError("it writes into a tensor that it is given")
             if outcome.written_buffers:
                 raise MixedRowsError("it writes into its buffers")
-            flat, results = flatten_outcome(outcome)
+            flat, results = flatten_outcome(outcome, snapshot)
             if (reason := reason_against(outcome)) is not None:
                 raise NotABlockError(reason)
             return flat, results
@@ -216,9 +218,32 @@ class BlockForms:
         )
 
 
-def flatten_outcome(outcome: Outcome) -> tuple[list[Any], TreeSpec]:
-    """Return what a run of a block gave as leaves and their structure."""
-    return tree_flatten((outcome.result, list(outcome.hook_calls), list(outcome.attributes)))
+def flatten_outcome(outcome: Outcome, snapshot: Snapshot) -> tuple[list[Any], TreeSpec]:
+    """Return what a run of a block gave as leaves and their structure.
+
+    Modules are named by their paths: equal layers share the form of their calls.
+    """
+    hook_calls: list[Any] = list(outcome.hook_calls)
+    hook_calls = [call._replace(module=snapshot.path_of(call.module)) for call in hook_calls]
+    attributes: list[Any] = list(outcome.attributes)
+    attributes = [
+        a._replace(module=snapshot.path_of(a.module), is_buffer="buffer" if a.is_buffer else "")
+        for a in attributes
+    ]
+    return tree_flatten((outcome.result, hook_calls, attributes))
+
+
+def unflatten_outcome(tree: Any, snapshot: Snapshot) -> Outcome:
+    """Return what a block gave of the whole batch, for the user's own modules."""
+    result, hook_calls, attributes = tree
+    return Outcome(
+        result,
+        [call._replace(module=snapshot.module_at(call.module)) for call in hook_calls],
+        [
+            a._replace(module=snapshot.module_at(a.module), is_buffer=bool(a.is_buffer))
+            for a in attributes
+        ],
+    )
 
 
 def sized_form(

@@ -66,6 +66,7 @@ class Output:
         num_readers: For each part, posted calls that have not taken it yet, and units whose
             recompute will take it.
         is_open: Whether user code has its lazy tensor still.
+        was_taken: Whether another call takes it, past the values that user code sees.
         gradients: For each part, what has arrived of its gradient, by the number of the unit that
             gave it.
     """
@@ -79,6 +80,7 @@ class Output:
         self.parts: list[Part | None] = [None] * num_parts
         self.num_readers = [0] * num_parts
         self.is_open = True
+        self.was_taken = False
         self.gradients: list[dict[int, Part | JoinedParts]] = [{} for _ in range(num_parts)]
 
     def count_reader(self, change: int) -> None:
@@ -106,7 +108,9 @@ class Call:
         number: Its place among the calls of the step.
         runner: A `Snapshot` of the block, or a `RowOperation`.
         arguments: The leaves of `(args, kwargs)`: an `Output`, a tensor, or a plain value.
-        parameters: The parameters that it computes with and that require a gradient.
+        read_parameters: The parameters that it computes with.
+        parameters: Those of them that require a gradient.
+        generation: Of the memory of parameters, when it was posted.
         has_gradient: Whether it stands in the driver's graph.
         num_left: How many of its parts have not run yet.
         real_tensors: Tensors of user code among the arguments that require a gradient.
@@ -129,7 +133,9 @@ class Call:
     context: CallContext
     num_rows: int
     split: Split
+    read_parameters: tuple[nn.Parameter, ...]
     parameters: frozenset[nn.Parameter]
+    generation: int
     has_gradient: bool = False
     real_tensors: tuple[Tensor, ...] = ()
     outputs: tuple[Output, ...] | None = None
@@ -144,6 +150,7 @@ class Call:
         self.sources = tuple(dict.fromkeys(x for x in self.arguments if isinstance(x, Output)))
         self.num_left = len(self.split)
         self._versions = [x._version for x in self.arguments if _has_version(x)]
+        self._parameter_versions = [_version_of(p) for p in self.read_parameters]
 
     def tensors_with_gradient(self) -> tuple[Tensor, ...]:
         """Return the tensors of user code that require a gradient, each once."""
@@ -186,6 +193,31 @@ class Call:
                     "tensor = tensor.clone()."
                 )
 
+    def drop_first_tensors(self) -> None:
+        """Keep the plain values of the first results alone: `Output.parts` has the tensors."""
+        assert self.first_results is not None
+        leaves, structure, num_rows = self.first_results
+        plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.first_results = (plain, structure, num_rows)
+
+    def release(self) -> None:
+        """Let go of what it was given, and of what refers to it: the step has ended."""
+        self.arguments = self.sources = self.real_tensors = self.read_parameters = ()
+        self.parameters = frozenset()
+        self.outputs = self.stage = self.unit = self.saved_buffers = self.first_results = None
+
+    def check_parameters(self) -> None:
+        """Raise if a parameter has been written since the call was posted."""
+        versions = self._parameter_versions
+        for parameter, version in zip(self.read_parameters, versions, strict=True):
+            if _version_of(parameter) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: a parameter of {self.name!r} of shape "
+                    f"{tuple(parameter.shape)} is at version {parameter._version}; expected "
+                    f"version {version} instead. Change it after the backward pass, or clone it."
+                )
+
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size,
@@ -196,6 +228,10 @@ _PLAIN = (
 def is_plain(leaf: Any) -> bool:
     """Return whether a leaf can be given to several runs of a block as it is."""
     return isinstance(leaf, _PLAIN) or callable(leaf)
+
+
+def _version_of(parameter: nn.Parameter) -> int:
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def _has_version(leaf: Any) -> bool:

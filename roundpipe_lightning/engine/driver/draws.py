@@ -20,10 +20,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from roundpipe_lightning.engine.driver.calls import Call
 from roundpipe_lightning.engine.driver.lazy import LazyTensor
+from roundpipe_lightning.engine.driver.parameters import WatchedParameter
 
 _MASK = (1 << 64) - 1
 
@@ -104,6 +106,10 @@ class DriverDraws(TorchFunctionMode):
         if func in _WAITING or any(issubclass(kind, LazyTensor) for kind in types):
             # it waits for workers, which must be able to draw
             return func(*args, **(kwargs or {}))
+        if getattr(func, "__module__", "") == init.__name__ and any(
+            isinstance(x, WatchedParameter) for x in (*args, *(kwargs or {}).values())
+        ):
+            return func(*args, **(kwargs or {}))  # waits for workers before it draws
         with ExitStack() as held:
             for lock in self._draws.locks:
                 held.enter_context(lock)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 
 from roundpipe_lightning.engine.device.events import StepAborted
 from roundpipe_lightning.engine.driver.block_calls import BlockForms, NotABlockError
+from roundpipe_lightning.engine.driver.calls import Call
 from roundpipe_lightning.engine.driver.draws import DeviceDraws, own_draws
+from roundpipe_lightning.engine.driver.forms import Rows
 from roundpipe_lightning.engine.driver.lazy import gathered
+from roundpipe_lightning.engine.driver.parameters import ParameterWatch
 from roundpipe_lightning.engine.driver.route import Route
 from roundpipe_lightning.engine.driver.snapshot import ForwardProxy, Snapshot, take_snapshot
 from roundpipe_lightning.engine.driver.step import Project, Step
@@ -35,6 +40,15 @@ class StepExecutor(Protocol):
 
     def bring(self, block: nn.Module) -> None:
         """Let user code run a block itself, where it computes, for the rest of the step."""
+
+    def run_part(
+        self,
+        call: Call,
+        part: int,
+        values: Callable[[Any, Rows | None], Tensor],
+        parameter: Callable[[nn.Parameter], Tensor],
+    ) -> Sequence[Any]:
+        """Run a call for a part in this thread, with a graph; return its leaves."""
 
 
 class BlockProxy(ForwardProxy):
@@ -73,6 +87,7 @@ class Driver:
         self._forms, self._executor, self._is_first = forms, executor, True
         self._snapshots: dict[nn.Module, Snapshot] = {}
         self._step: Step | None = None
+        self._watch = ParameterWatch(self._await_calls)
 
     @contextmanager
     def step(self, route: Route, *, seed: int) -> Iterator[Step]:
@@ -83,6 +98,8 @@ class Driver:
             seed=seed,
             root=self._executor.root,
             project=self._project,
+            watch=self._watch,
+            run_part=self._executor.run_part,
         )
         join_workers = self._executor.start(step)
         self._step = step
@@ -90,6 +107,7 @@ class Driver:
             with (
                 self._proxies(),
                 lazy_arguments(),
+                self._waiting_optimizers(),
                 own_draws(self._executor.draws, always=self._is_first),
             ):
                 yield step
@@ -103,7 +121,25 @@ class Driver:
             self._step = None
             step.close()
             join_workers()
+            self._watch.release()
+            step.release()
         step.raise_error()
+
+    def _await_calls(self) -> None:
+        if self._step is not None:
+            self._step.await_forward()
+
+    @contextmanager
+    def _waiting_optimizers(self) -> Iterator[None]:
+        """Let optimizers wait for the posted calls: some write by functions on many tensors."""
+        thread = threading.get_ident()
+
+        def wait(*_: Any) -> None:
+            if threading.get_ident() == thread:
+                self._await_calls()
+
+        with register_optimizer_step_pre_hook(wait):
+            yield
 
     @contextmanager
     def _proxies(self) -> Iterator[None]:

@@ -123,7 +123,12 @@ class LazyTensor(Tensor):
             like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
             return func(like, *args[1:], **kwargs)
         if name in _HOOKS:
+            _check_untaken(args[0])
             args[0].has_hooks = True
+        elif func is torch.autograd.grad:
+            inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+            for tensor in [inputs] if isinstance(inputs, Tensor) else inputs:
+                _check_untaken(tensor)
         if writes_first(name) and isinstance(args[0], LazyTensor):
             args[0].share_memory_of_base()
         leaves, structure = tree_flatten((args, kwargs))
@@ -167,6 +172,16 @@ def _note_base(base: LazyTensor, result: Any, view: Callable[[Tensor], Any]) -> 
         for index, lazy in enumerate(result):
             if isinstance(lazy, LazyTensor):
                 lazy.base = (base, lambda whole, index=index: view(whole)[index])
+
+
+def _check_untaken(leaf: Any) -> None:
+    """Refuse a look at the gradient of an output that workers pass on among themselves."""
+    if isinstance(leaf, LazyTensor) and leaf.output.was_taken:
+        raise RuntimeError(
+            f"The gradient of an output of {leaf.output.call.name!r} is asked for after the output "
+            "was given to another block or operation. Call output.retain_grad(), or register the "
+            "hook, directly after the block."
+        )
 
 
 def _detached(leaf: Any) -> Any:

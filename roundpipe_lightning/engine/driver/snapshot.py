@@ -134,6 +134,8 @@ class Snapshot:
         self.buffers = tuple(dict.fromkeys(b for b in buffers if b is not None))
         self._members = {id(x): _MEMBER for x in (*modules, *self.parameters, *self.buffers)}
         self.states = tuple(_state_of(m, paths[id(m)][1], self._members) for m in modules)
+        self._paths = {id(module): path for module, path in paths.values()}
+        self._modules_at = {path: module for module, path in paths.values()}
 
     def is_current(self) -> bool:
         """Return whether the block is as it was. Costs about 1 us per module."""
@@ -143,6 +145,12 @@ class Snapshot:
             and self._contents.are_unchanged()
             and [p.requires_grad for p in self.parameters] == list(self.parameters.values())
         )
+
+    def path_of(self, module: nn.Module) -> str:
+        return self._paths[id(module)]
+
+    def module_at(self, path: str) -> nn.Module:
+        return self._modules_at[path]
 
     def state_of(self, module: nn.Module) -> ModuleState:
         return next(state for state in self.states if state.module is module)

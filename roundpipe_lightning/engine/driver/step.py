@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,7 @@ from roundpipe_lightning.engine.driver.block_calls import (
     BlockForm,
     NotABlockError,
     sized_form,
+    unflatten_outcome,
 )
 from roundpipe_lightning.engine.driver.calls import (
     Call,
@@ -45,6 +46,7 @@ from roundpipe_lightning.engine.driver.calls import (
     split_rows,
 )
 from roundpipe_lightning.engine.driver.context import CallContext
+from roundpipe_lightning.engine.driver.double_backward import DoubleBackward, RunPart
 from roundpipe_lightning.engine.driver.forms import CallForm, Rows, TensorForm
 from roundpipe_lightning.engine.driver.lazy import LazyTensor, gathered, is_lazy
 from roundpipe_lightning.engine.driver.nodes import (
@@ -56,8 +58,9 @@ from roundpipe_lightning.engine.driver.nodes import (
 )
 from roundpipe_lightning.engine.driver.operations import RowOperation, row_operation
 from roundpipe_lightning.engine.driver.outcome import apply_outcome
+from roundpipe_lightning.engine.driver.parameters import ParameterWatch
 from roundpipe_lightning.engine.driver.route import Route, StageCalls, Unit
-from roundpipe_lightning.engine.driver.snapshot import Snapshot
+from roundpipe_lightning.engine.driver.snapshot import DELETED, Snapshot
 from roundpipe_lightning.engine.transfer.gradient_reduce import FlatGradients, Gradients
 from roundpipe_lightning.engine.transfer.parts import HOST, JoinedParts, Part, Place
 from roundpipe_lightning.planning.schedule.schedule import Action, Timeline, TimelineEntry
@@ -99,6 +102,8 @@ class Step:
         root: Where user code computes.
         project: Asked before each operation on lazy tensors; may answer in its place, or return
             `NotImplemented`: makes logits lazy.
+        watch: Lets user code's writes into parameters wait for the calls that read them.
+        run_part: Runs a call in the driver's thread.
     """
 
     def __init__(
@@ -107,6 +112,8 @@ class Step:
         route: Route,
         trainable: Collection[nn.Parameter],
         seed: int,
+        watch: ParameterWatch,
+        run_part: RunPart,
         root: Place = HOST,
         project: Project | None = None,
     ) -> None:
@@ -119,6 +126,8 @@ class Step:
         self.is_over = self.is_aborted = False
         self.num_gathers: dict[str, int] = {}
         self._trainable = tuple(trainable)
+        self._watch = watch
+        self._double = DoubleBackward(run_part)
         self._thread = threading.get_ident()
         self._is_trying = False
         self._stages = [
@@ -130,7 +139,7 @@ class Step:
         self._units: list[Unit] = []
         self._passes: list[BackwardPass] = []
         self._tokens: dict[Call, Tensor] = {}
-        self._parameter_token: Tensor | None = None
+        self._parameter_tokens: dict[nn.Parameter | None, Tensor] = {}
         self._next_stage = [0] * route.num_workers
         self._start_seconds = perf_counter()
         self._spans: list[dict[Action, tuple[float, float]]] = [
@@ -160,9 +169,8 @@ class Step:
     def post_rows(self, operation: RowOperation, leaves: Sequence[Any], structure: TreeSpec) -> Any:
         """Post an operation that keeps rows apart, on flat arguments; return lazy tensors."""
         num_rows = next(x.num_rows for x in leaves if is_lazy(x))
-        parameters = [x for x in leaves if isinstance(x, nn.Parameter) and x.requires_grad]
         call = self._new_call(
-            operation.name, operation, (leaves, structure), operation.form, num_rows, parameters
+            operation.name, operation, (leaves, structure), operation.form, num_rows, {}
         )
         token = self._post(call, None, is_differentiable=operation.is_differentiable)
         return self._results(call, token)
@@ -182,10 +190,13 @@ class Step:
             learn: Called with the form of the call when its sizes were not known before.
         """
         self._check_thread()
-        parameters = [p for p, requires_grad in snapshot.parameters.items() if requires_grad]
-        parameters += [x for x in leaves if isinstance(x, nn.Parameter) and x.requires_grad]
         call = self._new_call(
-            snapshot.name, snapshot, (leaves, structure), known.form, known.num_rows, parameters
+            snapshot.name,
+            snapshot,
+            (leaves, structure),
+            known.form,
+            known.num_rows,
+            snapshot.parameters,
         )
         token = self._post(call, snapshot.block)
         if not known.form.results:
@@ -199,14 +210,15 @@ class Step:
                 self._make_outputs(call, form)
                 self._keep_early_results(call)
             learn(form)
-        result, hook_calls, attributes = self._results(call, token)
-        if hook_calls or attributes:
+        outcome = unflatten_outcome(self._results(call, token), snapshot)
+        if outcome.hook_calls or outcome.attributes:
             # A buffer is in checkpoints: it has values.
             attributes = [
-                a._replace(value=gathered(a.value)) if a.is_buffer else a for a in attributes
+                a._replace(value=gathered(a.value)) if a.is_buffer else a
+                for a in outcome.attributes
             ]
-            apply_outcome(snapshot, hook_calls, attributes)
-        return result
+            apply_outcome(snapshot, outcome.hook_calls, attributes)
+        return outcome.result
 
     def _new_call(
         self,
@@ -215,9 +227,12 @@ class Step:
         arguments: tuple[Sequence[Any], TreeSpec],
         form: CallForm,
         num_rows: int,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[nn.Parameter, bool],
     ) -> Call:
         self._check_open()
+        own = {x: x.requires_grad for x in arguments[0] if isinstance(x, nn.Parameter)}
+        parameters = {**parameters, **own} if own else parameters
+        self._watch.watch(parameters)
         self._context = context = CallContext.current(self.device.type, self._context)
         has_rows = any(rows is not None for rows in form.arguments)
         leaves, structure = arguments
@@ -234,7 +249,11 @@ class Step:
             context=context,
             num_rows=num_rows,
             split=split_rows(num_rows, self.route.num_microbatches) if has_rows else (num_rows,),
-            parameters=frozenset(parameters if context.grad_enabled else ()),
+            generation=self._watch.generation,
+            read_parameters=tuple(parameters),
+            parameters=frozenset(p for p, trained in parameters.items() if trained)
+            if context.grad_enabled
+            else frozenset(),
         )
 
     def _post(
@@ -268,6 +287,7 @@ class Step:
         for part, (leaves, place) in call.early_results.items():
             self._keep_parts(call, part, leaves, place)
         call.early_results.clear()
+        call.drop_first_tensors()
         self.changed.notify_all()
 
     def present_value(self, leaf: Any) -> Any:
@@ -284,11 +304,25 @@ class Step:
         if not (tokens or tensors or call.parameters):
             return None
         if call.parameters:
-            if self._parameter_token is None:
-                trained = [p for p in self._trainable if p.requires_grad]
-                self._parameter_token = apply(ParameterNode, self, *trained)
-            tokens.append(self._parameter_token)
+            if not self._parameter_tokens:
+                self._make_parameter_tokens()
+            tokens += [
+                t for p, t in self._parameter_tokens.items() if p is None or p in call.parameters
+            ]
         return apply(CallNode, call, len(tokens), *tokens, *tensors)
+
+    def _make_parameter_tokens(self) -> None:
+        """Make the nodes of the parameters, in front of all calls.
+
+        A parameter with hooks has a node of its own, which runs only where a call that computes
+        with the parameter does: hooks cannot be given None.
+        """
+        trained = [p for p in self._trainable if p.requires_grad]
+        hooked = [p for p in trained if p._backward_hooks]  # noqa: SLF001
+        unhooked = [p for p in trained if not p._backward_hooks]  # noqa: SLF001
+        self._parameter_tokens[None] = apply(ParameterNode, self, *unhooked)
+        for parameter in hooked:
+            self._parameter_tokens[parameter] = apply(ParameterNode, self, parameter)
 
     def _place(self, call: Call, block: nn.Module | None) -> None:
         """Give a call its stage and its unit."""
@@ -317,6 +351,7 @@ class Step:
         call.stage.calls.append(call)
         call.stage.num_left += len(call.split)
         for source in call.sources:
+            source.was_taken = True
             source.count_reader(1)
         if call.has_gradient:
             self._place_in_unit(call, *home, begins=block is not None and not self._follows_plan)
@@ -458,6 +493,13 @@ class Step:
     def run_call_backward(self, call: Call) -> list[Tensor | None]:
         """Let the workers run a call backward; return the gradients of `Call.real_tensors`."""
         self._check_open()
+        if torch.is_grad_enabled():  # create_graph=True
+            will_run = torch._C._will_engine_execute_node  # noqa: SLF001
+            with_parameters = any(
+                t.grad_fn is not None and will_run(t.grad_fn)
+                for t in self._parameter_tokens.values()
+            )
+            return self._double.run_call(call, with_parameters=with_parameters)
         backward = self._present_pass()
         with self.changed:
             backward.reach(call)
@@ -468,6 +510,8 @@ class Step:
         return backward.real_gradients(call, self.root)  # no worker writes into these any more
 
     def parameter_gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        if torch.is_grad_enabled():
+            return self._double.parameter_gradients(parameters)
         backward = self._present_pass()
         self._await_backward(backward, backward.have_landed)
         gradients = backward.parameter_gradients(parameters)
@@ -480,6 +524,9 @@ class Step:
 
     def add_user_gradient(self, output: Output, gradient: Tensor) -> None:
         """Keep what user code gives of an output's gradient, until its call is reached."""
+        if torch.is_grad_enabled():
+            self._double.add_gradient(output, gradient)
+            return
         split, rows = output.call.split, output.form.rows
         made = self.root.mark("a gradient of user code")
         with self.changed:
@@ -499,6 +546,8 @@ class Step:
             for call, token in self._tokens.items()
             if token.grad_fn is not None and will_run(token.grad_fn)
         ]
+        for call in calls:
+            call.check_parameters()
         backward = BackwardPass(
             calls,
             task=task,
@@ -562,8 +611,15 @@ class Step:
             for stage in self._stages:
                 stage.is_closed = True
             self._tokens.clear()
-            self._parameter_token = None
+            self._parameter_tokens.clear()
             self.changed.notify_all()
+
+    def release(self) -> None:
+        """Let go of all calls, when the workers have left: lazy tensors may live on."""
+        for call in self.calls:
+            call.release()
+        self.calls, self._stages, self._units, self._passes = [], [], [], []
+        self._double.release()
 
     def abort(self) -> None:
         """Give the step up: user code has raised. Workers end what they are at."""
@@ -652,6 +708,8 @@ class Step:
         with self.changed:
             if part == 0:
                 call.first_results = (leaves, structure, call.split[0])
+                if call.outputs is not None:
+                    call.drop_first_tensors()
             if call.outputs is None:
                 call.early_results[part] = leaves, place
             else:
@@ -659,6 +717,8 @@ class Step:
             assert call.stage is not None
             call.stage.num_left -= 1
             call.num_left -= 1
+            if not call.num_left:
+                call.check_parameters()
             for source in call.sources:
                 if len(source.call.split) == len(call.split):
                     source.count_part_reader(part, -1)
@@ -754,7 +814,7 @@ def has_gradients(dtype: torch.dtype) -> bool:
 
 def is_constant(leaf: Any) -> bool:
     """Return whether a leaf of a call's results is a tensor, or the same for every batch."""
-    return leaf is None or isinstance(leaf, TensorForm | str | nn.Module | torch.dtype)
+    return leaf is None or leaf is DELETED or isinstance(leaf, TensorForm | str | torch.dtype)
 
 
 def _has_arguments(call: Call, part: int) -> bool:

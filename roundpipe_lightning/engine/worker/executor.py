@@ -45,6 +45,7 @@ from roundpipe_lightning.engine.worker.leaves import (
     RunBlocks,
     unplanned_run,
 )
+from roundpipe_lightning.engine.worker.replica import Replica
 from roundpipe_lightning.engine.worker.root import DeviceRoot, HostRoot, Root
 from roundpipe_lightning.planning.schedule.schedule import Action
 from roundpipe_lightning.planning.schedule.stages import Stage
@@ -256,6 +257,7 @@ class StepWorker:
                 )
             return values(source, rows)
 
+        self._leaves.refresh(call.generation)
         args, kwargs = call.arguments_for(with_leaves)
         is_unknown = call.outputs is None
         if is_unknown:  # it may write into what it is given, and is then run by the driver
@@ -280,7 +282,7 @@ class StepWorker:
                 self._leaves.write_back(outcome)
                 if before:
                     call.saved_buffers = before
-        return flatten_outcome(outcome)
+        return flatten_outcome(outcome, snapshot)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -429,6 +431,25 @@ class Executor:
     def bring(self, block: nn.Module) -> None:
         """Let user code run a block itself, where it computes, for the rest of the step."""
         self._root.bring(block)
+
+    def run_part(
+        self,
+        call: Call,
+        part: int,
+        values: Values,
+        parameter: Callable[[nn.Parameter], Any],
+    ) -> list[Any]:
+        """Run a call for a part in the driver's thread, with a graph of the driver's."""
+        args, kwargs = call.arguments_for(values)
+        with call.context.entered():
+            if isinstance(call.runner, RowOperation):
+                return tree_flatten(call.context.run(call.runner.function, *args, **kwargs))[0]
+            self.bring(call.runner.block)
+            saved = call.saved_buffers or {}
+            replica = Replica(call.runner, parameter, lambda b: saved.get(b, b).clone())
+            run = partial(call.context.run, replica.run, args, kwargs)
+            outcome = self.draws.run(call, part, call.step.seed, run)
+            return flatten_outcome(outcome, call.runner)[0]
 
     def close(self) -> None:
         self._team.close()

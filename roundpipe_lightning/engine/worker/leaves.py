@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from roundpipe_lightning.engine.device.base import Device
 from roundpipe_lightning.engine.driver.calls import Call
 from roundpipe_lightning.engine.driver.outcome import Outcome
+from roundpipe_lightning.engine.driver.parameters import class_of
 from roundpipe_lightning.engine.driver.snapshot import Snapshot
 from roundpipe_lightning.engine.store.block_layout import (
     Layouts,
@@ -61,6 +62,9 @@ class Leaves(ABC):
     def begin_step(self, runs: Sequence[StageRun]) -> None:
         """Begin a step, of which these runs are planned."""
 
+    def refresh(self, generation: int) -> None:
+        """Follow parameters that were given other memory: `p.data = values`."""
+
     @abstractmethod
     def replica_for(self, call: Call, run: RunBlocks) -> Replica:
         """Return a replica of a call's block, in a run."""
@@ -98,6 +102,14 @@ class HostLeaves(Leaves):
         self._leaves: dict[tuple[nn.Parameter, bool], nn.Parameter] = {}
         self._replicas: dict[Snapshot, Replica] = {}
         self._used: set[Snapshot] = set()
+        self._generation = -1
+
+    def refresh(self, generation: int) -> None:
+        if generation > self._generation:
+            self._generation = generation
+            for (parameter, _), leaf in self._leaves.items():
+                if leaf.data_ptr() != parameter.data_ptr():
+                    leaf.data = parameter.detach()
 
     def leaf_of(
         self,
@@ -107,7 +119,7 @@ class HostLeaves(Leaves):
         values: Tensor | None = None,  # noqa: ARG002 - they are in place
     ) -> nn.Parameter:
         leaf = self._leaves.get((parameter, requires_grad))
-        if leaf is None or leaf.data_ptr() != parameter.data_ptr():
+        if leaf is None:
             with torch.inference_mode(mode=False):  # an evaluation may be the first to ask for it
                 leaf = leaf_like(parameter, parameter.detach(), requires_grad=requires_grad)
             self._leaves[parameter, requires_grad] = leaf
@@ -387,7 +399,7 @@ def _version(tensor: Tensor) -> int:
 def leaf_like(parameter: nn.Parameter, values: Tensor, *, requires_grad: bool) -> nn.Parameter:
     """Return a leaf with some values, of the class and with the attributes of a parameter."""
     if type(values) is Tensor:
-        leaf: nn.Parameter = Tensor._make_subclass(type(parameter), values, requires_grad)  # noqa: SLF001
+        leaf: nn.Parameter = Tensor._make_subclass(class_of(parameter), values, requires_grad)  # noqa: SLF001
         leaf.__dict__.update(parameter.__dict__)
         return leaf
     # A class that wraps values keeps its own: those of emulated devices do.

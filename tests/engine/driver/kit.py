@@ -155,6 +155,14 @@ class Comparison:
     def __exit__(self, *_: object) -> None:
         self.engine.close()
 
+    def step(self, loss_of: Callable[[Any, int], Tensor], step: int = 0) -> Tensor:
+        """Run a step of the driver's module."""
+        with self.driver.step(self.route, seed=step) as present:
+            self.last = present
+            loss = loss_of(self.module, step)
+            loss.backward()
+        return loss
+
     def run(
         self,
         loss_of: Callable[[Any, int], Tensor],
@@ -169,10 +177,7 @@ class Comparison:
             expected_loss = loss_of(self.plain, step)
             expected_loss.backward()
             torch.manual_seed(100 + step)
-            with self.driver.step(self.route, seed=step) as present:
-                loss = loss_of(self.module, step)
-                loss.backward()
-            self.last = present
+            loss = self.step(loss_of, step)
             for optimizer in optimizers:
                 optimizer.step()
             expected, actual = take_gradients(self.plain), take_gradients(self.module)
