@@ -28,6 +28,7 @@ from roundpipe_lightning.engine.driver.outcome import Outcome
 from roundpipe_lightning.engine.driver.rows import (
     LazyArgument,
     MixedRowsError,
+    NotABlockError,
     find_form,
     form_key,
 )
@@ -43,10 +44,6 @@ class WholeBatchWarning(UserWarning):
 
 class DriverBlockWarning(UserWarning):
     """A module among the blocks cannot run on workers: it runs where user code runs."""
-
-
-class NotABlockError(MixedRowsError):
-    """A call cannot be made on a worker at all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import init
@@ -50,7 +51,7 @@ class Draws:
     def __init__(self, generator: torch.Generator) -> None:
         self.lock = threading.RLock()
         self._generator = generator
-        self._drew: dict[Any, bool] = {}  # by snapshot
+        self._drew: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # by snapshot
 
     @property
     def any_block_draws(self) -> bool:

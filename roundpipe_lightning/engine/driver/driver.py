@@ -13,14 +13,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 
 from roundpipe_lightning.engine.device.events import StepAborted
-from roundpipe_lightning.engine.driver.block_calls import BlockForms, NotABlockError
+from roundpipe_lightning.engine.driver.block_calls import BlockForms
 from roundpipe_lightning.engine.driver.calls import Call
 from roundpipe_lightning.engine.driver.draws import DeviceDraws, own_draws
 from roundpipe_lightning.engine.driver.forms import Rows
 from roundpipe_lightning.engine.driver.lazy import gathered
 from roundpipe_lightning.engine.driver.parameters import ParameterWatch
 from roundpipe_lightning.engine.driver.route import Route
-from roundpipe_lightning.engine.driver.snapshot import ForwardProxy, Snapshot, take_snapshot
+from roundpipe_lightning.engine.driver.rows import NotABlockError
+from roundpipe_lightning.engine.driver.snapshot import (
+    MOST_SNAPSHOTS,
+    ForwardProxy,
+    Snapshot,
+    take_snapshot,
+)
 from roundpipe_lightning.engine.driver.step import Project, Step
 from roundpipe_lightning.engine.driver.torch_functions import lazy_arguments
 from roundpipe_lightning.engine.transfer.parts import Place
@@ -85,7 +91,7 @@ class Driver:
         self._proxies_of = {block: BlockProxy(self, block, name) for name, block in blocks.items()}
         self._trainable = tuple(trainable)
         self._forms, self._executor, self._is_first = forms, executor, True
-        self._snapshots: dict[nn.Module, Snapshot] = {}
+        self._snapshots: dict[nn.Module, list[Snapshot]] = {}
         self._step: Step | None = None
         self._watch = ParameterWatch(self._await_calls)
 
@@ -164,8 +170,11 @@ class Driver:
         """Post a call of a block."""
         step = self._step
         assert step is not None, "proxies stand only while a step runs"
-        snapshot = take_snapshot(block, self._snapshots.get(block), name=proxy.name)
-        self._snapshots[block] = snapshot
+        snapshots = self._snapshots.setdefault(block, [])
+        snapshot = next((s for s in snapshots if s.is_current()), None)
+        if snapshot is None:
+            snapshot = take_snapshot(block, None, name=proxy.name)
+            snapshots[:] = [snapshot, *snapshots][:MOST_SNAPSHOTS]
         leaves, structure = tree_flatten((args, kwargs))
         leaves = [step.present_value(leaf) for leaf in leaves]
         with step.trying_block():

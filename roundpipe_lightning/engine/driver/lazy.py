@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from roundpipe_lightning.engine.driver.calls import Output
 from roundpipe_lightning.engine.driver.forms import Rows
+from roundpipe_lightning.engine.driver.rows import NotABlockError
 
 METADATA = frozenset(
     """
@@ -154,6 +155,35 @@ class LazyTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return gathered(self).__reduce_ex__(protocol)
+
+
+class LeftTensor(Tensor):
+    """Stands in snapshots for a lazy tensor that a block has left in an attribute.
+
+    Snapshots are equal whichever lazy tensor it is, and keep none of them alive.
+    """
+
+    @staticmethod
+    def of(lazy: Tensor) -> LeftTensor:
+        tensor: LeftTensor = Tensor._make_wrapper_subclass(
+            LeftTensor, lazy.shape, dtype=lazy.dtype, device=lazy.device, requires_grad=False
+        )
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function_name(func) in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise NotABlockError("it reads a tensor that a block has left in an attribute")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the stub lacks `cls`
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise NotABlockError("it reads a tensor that a block has left in an attribute")
 
 
 def writes_first(name: str) -> bool:

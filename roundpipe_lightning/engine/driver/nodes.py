@@ -64,10 +64,10 @@ class CallNode(torch.autograd.Function):
         return token
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # noqa: ARG004
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
         _ = ctx.saved_tensors
         tensors = ctx.call.step.run_call_backward(ctx.call)
-        return (None, None, *(torch.zeros(()) for _ in range(ctx.num_tokens)), *tensors)
+        return (None, None, *([gradient] * ctx.num_tokens), *tensors)
 
 
 class LazyNode(torch.autograd.Function):

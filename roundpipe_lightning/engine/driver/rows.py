@@ -66,6 +66,10 @@ class MixedRowsError(Exception):
         self.reason = reason
 
 
+class NotABlockError(MixedRowsError):
+    """A call cannot be made on a worker at all."""
+
+
 class _ReadingError(MixedRowsError):
     """The rows may lie elsewhere in the arguments than was tried."""
 

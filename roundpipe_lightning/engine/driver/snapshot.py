@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_lightning.engine.driver.lazy import LeftTensor, is_lazy
+
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOK_TABLES = (
     "_forward_hooks",
@@ -36,6 +38,8 @@ HOOK_TABLES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+MOST_SNAPSHOTS = 4
+"""Snapshots that are kept of a block: `eval()` and `train()` in turn, adapters on and off."""
 DELETED: Any = object()
 """Stands for the value of a name that was deleted."""
 
@@ -69,11 +73,14 @@ class Contents:
         self._sizes = list(map(len, dicts))
         places = [(d, name) for d in dicts for name in d if name not in constants]
         self._places = [d for d, _ in places], [name for _, name in places]
-        self._values = [d[name] for d, name in places]
+        self._values = [_LAZY if is_lazy(d[name]) else d[name] for d, name in places]
+        self._has_lazy = any(value is _LAZY for value in self._values)
 
     def are_unchanged(self) -> bool:
         try:
-            values = map(operator.getitem, *self._places)
+            values: Iterable[Any] = map(operator.getitem, *self._places)
+            if self._has_lazy:
+                values = [_LAZY if is_lazy(value) else value for value in values]
             return list(map(len, self._dicts)) == self._sizes and all(
                 map(operator.is_, values, self._values)
             )
@@ -160,6 +167,10 @@ class Snapshot:
         return isinstance(hook, types.MethodType) and id(hook.__self__) in self._members
 
 
+_LAZY: Any = object()
+"""Stands for any lazy tensor: what a block has left in an attribute."""
+
+
 def take_snapshot(block: nn.Module, last: Snapshot | None, *, name: str = "") -> Snapshot:
     """Return a snapshot of a block: the last one if nothing has changed since."""
     if last is not None and last.block is block and last.is_current():
@@ -183,7 +194,10 @@ def _paths_of(module: nn.Module, path: str, paths: dict[int, tuple[nn.Module, st
 
 
 def _state_of(module: nn.Module, path: str, members: Mapping[int, Any]) -> ModuleState:
-    attributes = dict(vars(module))
+    attributes: dict[str, Any] = {
+        name: LeftTensor.of(value) if is_lazy(value) else value
+        for name, value in vars(module).items()
+    }
     for table in (*TABLES, *HOOK_TABLES):
         attributes[table] = dict(attributes[table])
     forward = attributes.get("forward")

@@ -33,7 +33,6 @@ from roundpipe_lightning.engine.device.events import Event, StepAborted
 from roundpipe_lightning.engine.driver.backward import BackwardPass, BackwardRun
 from roundpipe_lightning.engine.driver.block_calls import (
     BlockForm,
-    NotABlockError,
     sized_form,
     unflatten_outcome,
 )
@@ -60,6 +59,7 @@ from roundpipe_lightning.engine.driver.operations import RowOperation, row_opera
 from roundpipe_lightning.engine.driver.outcome import apply_outcome
 from roundpipe_lightning.engine.driver.parameters import ParameterWatch
 from roundpipe_lightning.engine.driver.route import Route, StageCalls, Unit
+from roundpipe_lightning.engine.driver.rows import NotABlockError
 from roundpipe_lightning.engine.driver.snapshot import DELETED, Snapshot
 from roundpipe_lightning.engine.transfer.gradient_reduce import FlatGradients, Gradients
 from roundpipe_lightning.engine.transfer.parts import HOST, JoinedParts, Part, Place

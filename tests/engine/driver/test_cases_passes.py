@@ -164,7 +164,7 @@ def test_gradients_of_outputs() -> None:
         hidden.retain_grad()
         seen[id(module)] = hidden
         loss: Tensor = (module.layers[2](hidden) + hidden).pow(2).mean()
-        (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        gradient: Tensor = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
         return loss + gradient.abs().sum()
 
     with Comparison(LanguageModel) as comparison:
