@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import roundpipe_commands
 from roundpipe_commands import chat
+from roundpipe_lightning.cli.objects import visible
 from roundpipe_lightning.models.source import ModelSource
 from tests.kit.gguf import LLAMA, round_weights, write_gguf
 from tests.kit.programs import run_program
@@ -84,10 +85,11 @@ def test_a_file_is_trained_exported_and_talked_to(
         tokens = torch.arange(40)[None]
         torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits)
     texts = {name: answer(Path(name), monkeypatch, capsys) for name in ("run", "adapter", "merged")}
-    assert set(texts.values()) == {generated(merged, tmp_path / "merged")}
+    assert set(texts.values()) == {visible(generated(merged, tmp_path / "merged"))}
     with adapted.disable_adapter():
         expected = generated(adapted, tmp_path / "merged")
-    assert answer(Path("tiny.gguf"), monkeypatch, capsys) == expected != texts["run"]
+    talked = answer(Path("tiny.gguf"), monkeypatch, capsys)
+    assert talked == visible(expected) != texts["run"]
     run("export", tmp_path, "model=tiny.gguf", "output_dir=plain")
     plain: Any = AutoModelForCausalLM.from_pretrained("plain")
     assert generated(plain, Path("plain")) == expected

@@ -654,7 +654,7 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_one_line(tmp_path: Path) ->
     for given, named in (
         ("one.ckpt", "differs from its digest"),
         ("part", "differs from its digest"),
-        ("index", "its parts do not fit"),
+        ("index", ".metadata does not end as it"),
         ("entry.ckpt", "entry 'roundpipe' does not fit here"),
         ("run optimizer=sgd", "of another optimizer than SGD: it has no dampening"),
     ):

@@ -165,7 +165,8 @@ def test_gradients_of_outputs() -> None:
         seen[id(module)] = hidden
         loss: Tensor = (module.layers[2](hidden) + hidden).pow(2).mean()
         gradient: Tensor = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
-        return loss + gradient.abs().sum()
+        total: Tensor = loss + gradient.abs().sum()
+        return total
 
     with Comparison(LanguageModel) as comparison:
         comparison.run(loss_of, steps=1)
